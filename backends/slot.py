@@ -1,0 +1,84 @@
+"""A place for a model that may still be loading, may fail to load, or may be exchanged while requests run.
+
+The slot is a Backend. Without a model it refuses with ModelNotReady, so its rung is skipped; loading is tried again with
+growing waits until it succeeds. What a missing model means for readiness is the gateway's decision, not the slot's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+from backends.api import Answer, Backend, BackendInfo, ChatRequest, Chunk, Health, Request
+from policies.core.clock import Clock
+from policies.core.deadline import Deadline
+from policies.core.errors import GatewayError, ModelNotReady
+from policies.core.events import ModelChanged, Observer
+
+#: Waits between attempts to load, in seconds; the last one repeats.
+RETRY_WAITS_S = (1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+
+
+class Slot:
+    """Holds one Backend, or the reason why there is none. `info` before the first load is the configured placeholder."""
+
+    def __init__(
+        self, placeholder: BackendInfo, load: Callable[[], Awaitable[Backend]], clock: Clock, observer: Observer
+    ) -> None:
+        self._info = placeholder
+        self._load = load
+        self._clock = clock
+        self._observer = observer
+        self._model: Backend | None = None
+        self._reason = "still loading"
+
+    @property
+    def info(self) -> BackendInfo:
+        return self._info if self._model is None else self._model.info
+
+    @property
+    def model(self) -> Backend | None:
+        return self._model
+
+    async def fill(self) -> bool:
+        """Try once to load; True when the model is in place."""
+        name = self._info.name
+        self._observer.on_event(ModelChanged(model=name, state="loading"))
+        try:
+            self._model = await self._load()
+        except (GatewayError, OSError, ValueError, RuntimeError) as error:
+            self._reason = f"{type(error).__name__}: {error}"
+            self._observer.on_event(ModelChanged(model=name, state="failed", reason=self._reason))
+            return False
+        self._info = self._model.info
+        self._observer.on_event(ModelChanged(model=name, state="ready"))
+        return True
+
+    async def keep_filling(self) -> None:
+        """Try until the model is in place; waits grow from 1 s to 60 s."""
+        attempt = 0
+        while not await self.fill():
+            await self._clock.sleep(RETRY_WAITS_S[min(attempt, len(RETRY_WAITS_S) - 1)])
+            attempt += 1
+
+    def _ready_model(self) -> Backend:
+        if self._model is None:
+            raise ModelNotReady(f"the model {self._info.name!r} is not ready: {self._reason}", retry_after_s=2.0)
+        return self._model
+
+    async def infer(self, request: Request, deadline: Deadline) -> Answer:
+        return await self._ready_model().infer(request, deadline)
+
+    def stream(self, request: ChatRequest, deadline: Deadline) -> AsyncIterator[Chunk]:
+        return self._ready_model().stream(request, deadline)
+
+    async def health(self) -> Health:
+        if self._model is None:
+            return Health(ready=False, reason=self._reason)
+        return await self._model.health()
+
+    async def aclose(self) -> None:
+        if self._model is not None:
+            await self._model.aclose()
+
+    def __repr__(self) -> str:
+        return f"Slot({self._info.name}: {'ready' if self._model is not None else self._reason})"
