@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from backends.api import Answer, Backend, BackendInfo, ChatRequest, Chunk, Health, Request
 from policies.core.clock import Clock
 from policies.core.deadline import Deadline
-from policies.core.errors import GatewayError, ModelNotReady
+from policies.core.errors import ModelNotReady
 from policies.core.events import ModelChanged, Observer
 
 #: Waits between attempts to load, in seconds; the last one repeats.
@@ -22,9 +22,16 @@ class Slot:
     """Holds one Backend, or the reason why there is none. `info` before the first load is the configured placeholder."""
 
     def __init__(
-        self, placeholder: BackendInfo, load: Callable[[], Awaitable[Backend]], clock: Clock, observer: Observer
+        self,
+        placeholder: BackendInfo,
+        load: Callable[[], Awaitable[Backend]],
+        clock: Clock,
+        observer: Observer,
+        adjust: Callable[[BackendInfo], BackendInfo] = lambda info: info,
     ) -> None:
         self._info = placeholder
+        #: What the operator says differently from the model's manifest.
+        self._adjust = adjust
         self._load = load
         self._clock = clock
         self._observer = observer
@@ -33,7 +40,7 @@ class Slot:
 
     @property
     def info(self) -> BackendInfo:
-        return self._info if self._model is None else self._model.info
+        return self._info
 
     @property
     def model(self) -> Backend | None:
@@ -45,11 +52,11 @@ class Slot:
         self._observer.on_event(ModelChanged(model=name, state="loading"))
         try:
             self._model = await self._load()
-        except (GatewayError, OSError, ValueError, RuntimeError) as error:
+        except Exception as error:  # whatever went wrong is shown, and loading is tried again
             self._reason = f"{type(error).__name__}: {error}"
             self._observer.on_event(ModelChanged(model=name, state="failed", reason=self._reason))
             return False
-        self._info = self._model.info
+        self._info = self._adjust(self._model.info)
         self._observer.on_event(ModelChanged(model=name, state="ready"))
         return True
 

@@ -1,0 +1,1 @@
+"""The open-loop load generator and the benches that use it."""

@@ -1,0 +1,224 @@
+"""Sentence embeddings in process: MiniLM on ONNX Runtime, for classification, semantic lookups and the embeddings surface."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import onnxruntime as ort
+from numpy.typing import NDArray
+
+from backends.api import (
+    Answer,
+    BackendInfo,
+    ChatRequest,
+    Chunk,
+    EmbeddingsAnswer,
+    EmbeddingsRequest,
+    Health,
+    Request,
+    Role,
+    Usage,
+)
+from backends.onnx.fingerprint import loaded_fingerprint
+from backends.onnx.manifest import Manifest, ModelDamaged, ModelError, backend_info, read_manifest
+from backends.onnx.session import OneThread, SessionSettings, check_names, create_session, provider_of
+from backends.onnx.tokens import group_by_length, head_and_tail, padded, read_tokenizer
+from policies.core.deadline import Deadline
+from policies.core.errors import CannotServe, InvalidRequest, ModelFailed
+
+#: `embed` reads at most this much of a text, the length up to which MiniLM was trained.
+READ_TOKENS = 256
+#: Beyond this a text is cut before it is tokenised (its ends hold more than READ_TOKENS tokens in any real text).
+_READ_CHARACTERS = 8_000
+#: The embeddings surface: no text of the longest allowed token count is longer than this in practice.
+_CHARACTERS_PER_TOKEN = 32
+#: Up to here tokenising takes less than handing it to another thread and is done on the event loop (about .4 ms).
+_INLINE_CHARACTERS = 1_500
+MAX_TEXTS = 2_048
+
+FloatArray = NDArray[np.float32]
+_INPUTS = ("input_ids", "attention_mask")
+
+
+class MiniLmEmbedder:
+    """Implements `backends.api.Embedder`. Belongs to one event loop; made by `load`."""
+
+    def __init__(self, manifest: Manifest, tokenizer: Any, session: ort.InferenceSession, name: str) -> None:
+        self.manifest = manifest
+        self.name = name
+        self.provider = provider_of(session)
+        self.dimensions: int = manifest.architecture["dimensions"]
+        self.max_tokens = manifest.capabilities.context_tokens or READ_TOKENS
+        self.fingerprint = loaded_fingerprint(manifest.fingerprint, self.provider)
+        self._vocabulary: int = manifest.architecture["vocabulary"]
+        self._tokenizer = tokenizer
+        self._unknown: int = tokenizer.token_to_id("[UNK]")
+        self._session = session
+        self._thread = OneThread(name)
+        self._closed = False
+
+    @classmethod
+    async def load(
+        cls, folder: Path, *, name: str = "embedder", settings: SessionSettings | None = None
+    ) -> MiniLmEmbedder:
+        """Load and try the model in `folder`, in a thread. Raises ModelError (ModelMissing, ModelDamaged ...)."""
+        return await asyncio.to_thread(cls._load, folder, name, settings)
+
+    @classmethod
+    def _load(cls, folder: Path, name: str, settings: SessionSettings | None) -> MiniLmEmbedder:
+        manifest = read_manifest(folder)
+        if manifest.kind != "embedder":
+            raise ModelError(f"{folder} holds a model of kind {manifest.kind}, not an embedder")
+        tokenizer = read_tokenizer(folder / "tokenizer.json")
+        if tokenizer.get_vocab_size() > manifest.architecture["vocabulary"] or tokenizer.token_to_id("[UNK]") is None:
+            raise ModelDamaged(
+                f"{folder}: the tokenizer does not belong to this model; run `gateway models build --force`"
+            )
+        session = create_session(folder / "model.onnx", settings)
+        check_names(session, _INPUTS, ["embedding"])
+        # Some graphs load and fail at the first run, so loading is not enough.
+        tried = session.run(["embedding"], padded([tokenizer.encode("ready?").ids, tokenizer.encode("").ids]))[0]
+        if tried.shape != (2, manifest.architecture["dimensions"]) or not np.isfinite(tried).all():
+            raise ModelDamaged(f"{folder}: the model gives {tried.shape} or numbers that are not finite")
+        return cls(manifest, tokenizer, session, name)
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def tokenize(self, text: str) -> list[int]:
+        """All token ids of a text, with [CLS] and [SEP] round them. About 1.2 us a token."""
+        ids: list[int] = self._tokenizer.encode(text).ids
+        return ids
+
+    def unknown_share(self, text: str) -> float:
+        """Share (0..1) of the text's own tokens that are [UNK]; 0 for a text without any. Reads the ends of a long text."""
+        ids = self._tokenizer.encode(_ends(text), add_special_tokens=False).ids
+        return ids.count(self._unknown) / len(ids) if ids else 0.0
+
+    async def embed(self, texts: Sequence[str], deadline: Deadline) -> FloatArray:
+        """float32 [texts, dimensions], rows of length 1.
+
+        Reads the first and last 128 tokens of a longer text. Raises LimitReached, DeadlineExceeded, ModelNotReady,
+        ModelFailed.
+        """
+        rows = await self.tokenize_all([_ends(text) for text in texts], deadline)
+        return await self.embed_tokens([head_and_tail(row, READ_TOKENS) for row in rows], deadline)
+
+    async def tokenize_all(self, texts: Sequence[str], deadline: Deadline) -> list[list[int]]:
+        """`tokenize` for each text, on the event loop when that is quick and in the model's thread when it is not."""
+        if sum(map(len, texts)) <= _INLINE_CHARACTERS:
+            return [self.tokenize(text) for text in texts]
+        return await self._thread.run(self._tokenize_in_thread, deadline, texts)
+
+    def _tokenize_in_thread(self, options: ort.RunOptions, texts: Sequence[str]) -> list[list[int]]:
+        rows: list[list[int]] = []
+        for text in texts:
+            if options.terminate:
+                break
+            rows.append(self.tokenize(text))
+        return rows
+
+    async def embed_tokens(self, rows: Sequence[Sequence[int]], deadline: Deadline) -> FloatArray:
+        """Like `embed`, from token ids: 1 to `max_tokens` a row, each in the vocabulary (else ModelFailed).
+
+        Rows of like length share a run; other callers get their turn between two runs.
+        """
+        for row in rows:
+            if not 0 < len(row) <= self.max_tokens or min(row) < 0 or max(row) >= self._vocabulary:
+                raise ModelFailed(f"a row of {len(row)} token ids is outside what the model reads", self.name)
+        vectors = np.empty((len(rows), self.dimensions), np.float32)
+        for indices in group_by_length([len(row) for row in rows]):
+            vectors[indices] = await self._thread.run(self._run, deadline, [rows[index] for index in indices])
+        return vectors
+
+    def _run(self, options: ort.RunOptions, rows: list[Sequence[int]]) -> FloatArray:
+        return cast(FloatArray, self._session.run(["embedding"], padded(rows), options)[0])
+
+    async def aclose(self) -> None:
+        """Later calls raise ModelNotReady."""
+        self._closed = True
+        await self._thread.aclose()
+
+
+def _ends(text: str) -> str:
+    """A text that tokenises in bounded time: its first and last characters when it is very long."""
+    if len(text) <= _READ_CHARACTERS:
+        return text
+    half = _READ_CHARACTERS // 2
+    return text[:half] + " " + text[-half:]
+
+
+class EmbeddingsBackend:
+    """`backends.api.Backend` for the embeddings surface, over an embedder that may be shared with the classifier."""
+
+    def __init__(self, embedder: MiniLmEmbedder, *, name: str, role: Role) -> None:
+        self._embedder = embedder
+        self._info = backend_info(embedder.manifest, name=name, role=role, provider=embedder.provider)
+
+    @classmethod
+    async def load(
+        cls, folder: Path, *, name: str, role: Role, settings: SessionSettings | None = None
+    ) -> EmbeddingsBackend:
+        """With an embedder of its own."""
+        return cls(await MiniLmEmbedder.load(folder, name=name, settings=settings), name=name, role=role)
+
+    @property
+    def info(self) -> BackendInfo:
+        return self._info
+
+    @property
+    def embedder(self) -> MiniLmEmbedder:
+        return self._embedder
+
+    async def infer(self, request: Request, deadline: Deadline) -> Answer:
+        """Vectors in the order of the texts. Raises InvalidRequest for a text that the model cannot read whole."""
+        if not isinstance(request, EmbeddingsRequest):
+            raise CannotServe(f"{self._info.name} embeds texts; it does not serve {request.surface} traffic")
+        embedder = self._embedder
+        self._check(request)
+        rows = await embedder.tokenize_all(request.texts, deadline)
+        for index, row in enumerate(rows):
+            if len(row) > embedder.max_tokens:
+                raise InvalidRequest(
+                    f"input {index} has {len(row)} tokens; {self._info.model} reads at most {embedder.max_tokens}. Split the text",
+                    param="input",
+                    code="context_length_exceeded",
+                )
+        vectors = await embedder.embed_tokens(rows, deadline)
+        return EmbeddingsAnswer(vectors, self._info.model, Usage(prompt_tokens=sum(map(len, rows))))
+
+    def _check(self, request: EmbeddingsRequest) -> None:
+        """What can be seen without tokenising."""
+        dimensions = request.body.get("dimensions")
+        if dimensions is not None and dimensions != self._embedder.dimensions:
+            raise InvalidRequest(
+                f"{self._info.model} gives {self._embedder.dimensions} dimensions only", param="dimensions"
+            )
+        if not 0 < len(request.texts) <= MAX_TEXTS:
+            raise InvalidRequest(f"input holds {len(request.texts)} texts; 1 to {MAX_TEXTS} are allowed", param="input")
+        limit = self._embedder.max_tokens * _CHARACTERS_PER_TOKEN
+        for index, text in enumerate(request.texts):
+            if len(text) > limit:
+                raise InvalidRequest(
+                    f"input {index} has {len(text)} characters; {self._info.model} reads at most "
+                    f"{self._embedder.max_tokens} tokens. Split the text",
+                    param="input",
+                    code="context_length_exceeded",
+                )
+
+    async def stream(self, request: ChatRequest, deadline: Deadline) -> AsyncIterator[Chunk]:
+        """Embeddings do not stream: always CannotServe."""
+        del deadline
+        raise CannotServe(f"{self._info.name} embeds texts; it does not serve {request.surface} traffic")
+        yield  # makes this a generator, as the protocol wants
+
+    async def health(self) -> Health:
+        return Health(ready=False, reason="the model is unloaded") if self._embedder.closed else Health(ready=True)
+
+    async def aclose(self) -> None:
+        await self._embedder.aclose()

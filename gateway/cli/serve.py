@@ -1,0 +1,123 @@
+"""`gateway serve`: run the gateway, if asked with a stand-in heavy backend beside it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Optional
+from urllib.parse import urlsplit
+
+import structlog
+import typer
+import uvloop
+
+from gateway.config import load_config
+from gateway.config_sections import Config
+from gateway.control.hub import InProcessHub, WorkerPort
+from gateway.control.policy_store import PolicyStore
+from gateway.control.supervisor import Supervisor
+from gateway.control.worker import Worker
+from gateway.observe import logs
+from policies.core.clock import SystemClock
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
+_log = structlog.get_logger("gateway")
+
+#: Seconds that the stand-in may take to end after SIGTERM before it is killed.
+_STAND_IN_GRACE_S = 5.0
+
+
+@app.command()
+def serve(
+    config_file: Annotated[
+        Optional[Path],  # noqa: UP045  typer reads it at run time
+        typer.Option("--config", help="The operator's file [./gateway.yaml, else built-in defaults]."),
+    ] = None,
+    policies: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option("--policies", help="Folder of policy files, instead of the configured one."),
+    ] = None,
+    with_stand_in: Annotated[
+        bool, typer.Option(help="Also run a stand-in heavy backend, unless HEAVY_BASE_URL is set.")
+    ] = False,
+) -> None:
+    """Run the gateway until SIGTERM or Ctrl-C."""
+    import msgspec
+
+    config = load_config(config_file, os.environ)
+    if policies is not None:
+        config = msgspec.structs.replace(config, policies_dir=policies.absolute())
+    logs.configure(config.log.level, human=config.log.format == "console")
+    stand_in = _start_stand_in(config) if with_stand_in and not os.environ.get("HEAVY_BASE_URL") else None
+    try:
+        uvloop.run(run(config))
+    finally:
+        if stand_in is not None:
+            _stop(stand_in)
+
+
+async def run(config: Config) -> None:
+    """Build and run everything in this process."""
+    from gateway.app import build_worker, builtin_policies, known_names
+    from gateway.observe.logs import LogObserver
+    from routing.heads import Heads
+
+    clock = SystemClock()
+    heads = Heads.shipped()
+    store = PolicyStore.open(
+        config.policies_dir, known_names(config, heads), clock, builtin_policies(config), config.state_dir / "policies"
+    )
+    for name, lines in store.problems.items():
+        _log.error("policy_problem", file=name, problems=lines)
+    hub, port = InProcessHub(), WorkerPort("worker-1")
+    hub.attach(port)
+    worker = build_worker(config, store.current, heads, clock, port)
+    await Supervisor(config, store, clock, hub, LogObserver()).run(worker, _announcer(config))
+
+
+def _announcer(config: Config) -> Callable[[Worker, Supervisor], None]:
+    def announce(worker: Worker, supervisor: Supervisor) -> None:
+        host = config.listen.host
+        _log.info("ready", data=f"http://{host}:{worker.bound_port}", admin=f"{config.admin.host}:{supervisor.admin_port}")
+        if sys.stderr.isatty() or os.environ.get("GATEWAY_HINTS"):
+            print(_hints(f"http://{host}:{worker.bound_port}", supervisor.admin_port), file=sys.stderr, flush=True)
+
+    return announce
+
+
+def _hints(base: str, admin_port: int) -> str:
+    return f"""
+The gateway is ready. Try:
+
+  curl -si {base}/v1/chat/completions -H 'content-type: application/json' \\
+    -d '{{"model":"auto","messages":[{{"role":"user","content":"Hello!"}}]}}'
+  curl -s {base}/readyz
+  curl -s http://127.0.0.1:{admin_port}/metrics | grep gateway_requests
+
+Every answer says in its x-gateway-* headers who answered and why; `gateway why REQUEST_ID` tells the whole story.
+"""
+
+
+def _start_stand_in(config: Config) -> subprocess.Popen[bytes]:
+    """The stand-in on the address that backend `heavy` is configured for. Its own process, ended with ours."""
+    heavy = config.backends.get("heavy")
+    address = urlsplit(heavy.base_url if heavy is not None else "http://127.0.0.1:9100/v1")
+    return subprocess.Popen(
+        [
+            sys.executable, "-m", "gateway.cli.main", "model-server",
+            "--host", address.hostname or "127.0.0.1", "--port", str(address.port or 9100), "--end-with-parent",
+        ]
+    )  # fmt: skip
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(_STAND_IN_GRACE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+

@@ -1,0 +1,153 @@
+"""The admin API: metrics, requests, policies, caches, models, backends. It asks the hub and nothing else.
+
+It never listens on the data port. On loopback without a token, Host must be a loopback literal and a foreign Origin is
+refused, so that a page in somebody's browser cannot steer the gateway; changes need `content-type: application/json`.
+Outside loopback a bearer token is needed. Every change writes one audit line.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+import orjson
+import structlog
+from aiohttp import web
+
+from gateway.control.hub import Ack, Hub
+from gateway.observe.exposition import exposition, merge
+from gateway.observe.metric_store import Family
+from gateway.secret import Secret
+
+_log = structlog.get_logger("gateway.audit")
+_LOOPBACK_NAMES = ("127.0.0.1", "localhost", "[::1]", "::1")
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+ReloadPolicies = Callable[[], Awaitable[dict[str, Any]]]
+
+
+@dataclass(frozen=True, slots=True)
+class AdminAccess:
+    """Who may use the admin listener. No token at all = loopback only."""
+
+    token: Secret | None = None
+    view_token: Secret | None = None
+
+
+def admin_app(hub: Hub, access: AdminAccess, reload_policies: ReloadPolicies) -> web.Application:
+    """The aiohttp application for the admin listener."""
+    api = _AdminApi(hub, reload_policies)
+    app = web.Application(middlewares=[_guard(access)])
+    app.router.add_get("/", api.index)
+    app.router.add_get("/metrics", api.metrics)
+    app.router.add_get("/debug/requests", api.requests)
+    app.router.add_get("/debug/requests/{id}", api.why)
+    app.router.add_get("/policies", api.ask("policies"))
+    app.router.add_post("/policies/reload", api.reload)
+    app.router.add_get("/backends", api.ask("backends"))
+    app.router.add_get("/models", api.ask("models"))
+    app.router.add_get("/cache", api.ask("cache"))
+    return app
+
+
+def _guard(access: AdminAccess) -> Any:
+    @web.middleware
+    async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+        refusal = _refusal(request, access)
+        if refusal is not None:
+            return refusal
+        try:
+            return await handler(request)
+        except web.HTTPException as error:
+            if error.status < 400:
+                raise
+            return _error(error.status, f"{request.method} {request.path}: {error.reason}. GET / lists what is here.")
+
+    return guard
+
+
+def _refusal(request: web.Request, access: AdminAccess) -> web.Response | None:
+    change = request.method not in ("GET", "HEAD")
+    if access.token is None and access.view_token is None:
+        host = urlsplit(f"//{request.host}").hostname or ""
+        if host not in _LOOPBACK_NAMES:
+            return _error(403, "Without a token the admin API answers to loopback names only (Host is another one).")
+    else:
+        presented = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        if not _matches(presented, access.token) and (change or not _matches(presented, access.view_token)):
+            return _error(401, "The admin API needs a bearer token that may do this.")
+    origin = request.headers.get("Origin")
+    if origin is not None and urlsplit(origin).netloc != request.host:
+        return _error(403, "Requests from pages of another origin are refused.")
+    if change and request.content_type != "application/json":
+        return _error(415, "A change needs the header `content-type: application/json`.")
+    return None
+
+
+def _matches(presented: str, secret: Secret | None) -> bool:
+    return secret is not None and hmac.compare_digest(presented.encode(), secret.reveal().encode())
+
+
+def _error(status: int, message: str) -> web.Response:
+    return web.Response(status=status, body=orjson.dumps({"error": message}), content_type="application/json")
+
+
+def _json(value: Any, status: int = 200) -> web.Response:
+    return web.Response(
+        status=status, body=orjson.dumps(value, option=orjson.OPT_INDENT_2), content_type="application/json"
+    )
+
+
+class _AdminApi:
+    def __init__(self, hub: Hub, reload_policies: ReloadPolicies) -> None:
+        self._hub = hub
+        self._reload = reload_policies
+
+    async def index(self, request: web.Request) -> web.Response:
+        routes = sorted(
+            f"{route.method} {resource.canonical}"
+            for resource in request.app.router.resources()
+            for route in resource
+            if route.method != "HEAD"
+        )
+        return _json({"admin": routes})
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        acks = await self._hub.query("metrics", {})
+        families = {ack.worker: msgspec.convert(ack.value, list[Family]) for ack in acks if not ack.error}
+        body = exposition(merge(families))
+        return web.Response(body=body, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+
+    async def requests(self, request: web.Request) -> web.Response:
+        acks = await self._hub.query("requests", {"count": 50})
+        return _json({"requests": [name for ack in acks for name in (ack.value or [])]})
+
+    async def why(self, request: web.Request) -> web.Response:
+        request_id = request.match_info["id"]
+        acks = await self._hub.query("why", {"id": request_id})
+        for ack in acks:
+            if ack.value is not None:
+                return _json({"worker": ack.worker, **ack.value})
+        return _error(404, f"The request {request_id[:100]!r} is not (or no longer) among the recent ones.")
+
+    def ask(self, what: str) -> Handler:
+        """One query, answered by worker."""
+
+        async def answer(request: web.Request) -> web.Response:
+            return _json(by_worker(await self._hub.query(what, {})))
+
+        return answer
+
+    async def reload(self, request: web.Request) -> web.Response:
+        result = await self._reload()
+        _log.info("policies_reloaded", who=request.remote, **result)
+        return _json(result, 200 if not result.get("problems") else 422)
+
+
+def by_worker(acks: Sequence[Ack]) -> dict[str, Any]:
+    """Answers (or the error) by worker."""
+    return {ack.worker: {"error": ack.error} if ack.error else ack.value for ack in acks}

@@ -1,0 +1,173 @@
+"""A worker: owns the data listener and the request path, and offers its actions to the hub."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import structlog
+
+from backends.api import Backend
+from backends.guarded import Guarded
+from backends.slot import Slot
+from cache.result import ResultCache
+from cache.single_flight import Flights
+from gateway.config_sections import Config
+from gateway.control.hub import WorkerPort
+from gateway.edge.listener import Listener
+from gateway.observe.metric_store import Metrics
+from gateway.observe.recent import RecentRequests
+from gateway.pipeline import Pipeline
+from gateway.plan import Compilers, PlanBook
+from gateway.readiness import Readiness
+from gateway.refresh import Refresher
+from policies.core.clock import Clock
+from policies.language.policy_set import PolicySet
+from policies.language.schema import Policy
+
+_log = structlog.get_logger("gateway.worker")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerParts:
+    """The object graph of one worker, built by `gateway.app`."""
+
+    config: Config
+    clock: Clock
+    port: WorkerPort
+    pipeline: Pipeline
+    listener: Listener
+    readiness: Readiness
+    compilers: Compilers
+    builtin: tuple[Policy, ...]
+    slots: tuple[Slot, ...]
+    backends: dict[str, Backend]
+    cache: ResultCache
+    flights: Flights
+    refresher: Refresher
+    recent: RecentRequests
+    metrics: Metrics
+    #: Closed last, in this order: shared stores and the like.
+    closers: tuple[Any, ...]
+
+
+class Worker:
+    """Runs one worker. Stop order: not ready, stop listening, drain, cancel, backends, caches."""
+
+    def __init__(self, parts: WorkerParts) -> None:
+        self._parts = parts
+        self._loading: list[asyncio.Task[None]] = []
+        self.bound_port = 0
+        port = parts.port
+        port.commands["policies.swap"] = self._swap_policies
+        port.commands["keys.reload"] = self._reload_keys
+        port.queries["metrics"] = self._metrics
+        port.queries["why"] = self._why
+        port.queries["requests"] = self._requests
+        port.queries["policies"] = self._policies
+        port.queries["backends"] = self._backends
+        port.queries["models"] = self._models
+        port.queries["cache"] = self._cache
+
+    async def start(self) -> None:
+        """Begin to load models and to listen. Raises OSError when the port cannot be had."""
+        listen = self._parts.config.listen
+        self.bound_port = await self._parts.listener.start(listen.host, listen.port)
+        loop = asyncio.get_running_loop()
+        first_tries = [loop.create_task(slot.fill(), name=f"load-{slot.info.name}") for slot in self._parts.slots]
+        self._loading.append(loop.create_task(self._warm(first_tries), name="warm-up"))
+
+    async def _warm(self, first_tries: list[asyncio.Task[bool]]) -> None:
+        """Ready when each model has been tried once; those that failed go on trying in the background."""
+        results = await asyncio.gather(*first_tries)
+        self._parts.readiness.warming = False
+        missing = [slot for slot, ok in zip(self._parts.slots, results, strict=True) if not ok]
+        await asyncio.gather(*(slot.keep_filling() for slot in missing))
+
+    async def ready(self) -> None:
+        """Return when each model has been tried once."""
+        while self._parts.readiness.warming:
+            await self._parts.clock.sleep(0.02)
+
+    async def stop(self) -> None:
+        """Graceful end: requests under way have `drain_s` to finish."""
+        parts = self._parts
+        parts.readiness.draining = True
+        cut = await parts.listener.drain(parts.config.drain_s)
+        if cut:
+            _log.warning("drain_limit_reached", cut=cut, after_s=parts.config.drain_s)
+        for task in self._loading:
+            task.cancel()
+        await asyncio.gather(*self._loading, return_exceptions=True)
+        await parts.listener.close()
+        await parts.refresher.aclose()
+        await parts.flights.aclose()
+        for backend in parts.backends.values():
+            await backend.aclose()
+        await parts.cache.aclose()
+        for closer in parts.closers:
+            await closer.aclose()
+
+    # ------------------------------------------------------------------------------------------------ hub's actions
+
+    async def _swap_policies(self, payload: dict[str, Any]) -> dict[str, Any]:
+        policies = msgspec.convert(payload["policies"], list[Policy])
+        plans = PlanBook(PolicySet(policies, self._parts.builtin), self._parts.compilers)
+        self._parts.pipeline.book.plans = plans
+        return {"policies": [plan.label for plan in plans.plans]}
+
+    async def _reload_keys(self, payload: dict[str, Any]) -> dict[str, Any]:
+        identities = self._parts.pipeline.book.identities
+        changed = identities.reload()
+        return {"changed": changed, "keys": len(identities), "problem": identities.problem}
+
+    async def _metrics(self, payload: dict[str, Any]) -> Any:
+        return msgspec.to_builtins(self._parts.metrics.families())
+
+    async def _why(self, payload: dict[str, Any]) -> Any:
+        return self._parts.recent.explain(payload["id"])
+
+    async def _requests(self, payload: dict[str, Any]) -> Any:
+        return self._parts.recent.newest(payload["count"])
+
+    async def _policies(self, payload: dict[str, Any]) -> Any:
+        return [
+            {"policy": plan.label, "surface": str(plan.surface), "first_choices": list(plan.router.first_choices())}
+            for plan in self._parts.pipeline.book.plans.plans
+        ]
+
+    async def _backends(self, payload: dict[str, Any]) -> Any:
+        told = []
+        for name, backend in self._parts.backends.items():
+            info, health = backend.info, await backend.health()
+            told.append(
+                {
+                    "name": name,
+                    "role": str(info.role),
+                    "model": info.model,
+                    "fingerprint": info.fingerprint,
+                    "surfaces": sorted(info.capabilities.surfaces),
+                    "ready": health.ready,
+                    "reason": health.reason,
+                    "guard": repr(backend) if isinstance(backend, Guarded) else "",
+                }
+            )
+        return told
+
+    async def _models(self, payload: dict[str, Any]) -> Any:
+        return [
+            {
+                "name": slot.info.name,
+                "model": slot.info.model,
+                "ready": slot.model is not None,
+                "state": repr(slot),
+                "fingerprint": slot.info.fingerprint,
+            }
+            for slot in self._parts.slots
+        ]
+
+    async def _cache(self, payload: dict[str, Any]) -> Any:
+        return {"result": self._parts.cache.stats(), "flights": repr(self._parts.flights)}
+

@@ -1,0 +1,254 @@
+"""The HTTP edge on aiohttp: bytes to an Exchange, a Reply to bytes. Nothing below this folder knows the HTTP library.
+
+It uses aiohttp's low-level server with a path table of its own: routing, middlewares and signals of the application layer
+would cost more than the rest of a cached answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, replace
+
+import structlog
+from aiohttp import web
+
+from backends.api import ChatAnswer, EmbeddingsAnswer, Surface
+from gateway import error_table
+from gateway.edge.answer_headers import answer_headers
+from gateway.edge.codec import Codec, Parsed
+from gateway.edge.openai_codec import ChatCodec, EmbeddingsCodec, models_list, openai_error
+from gateway.edge.oip_codec import OipCodec, OipPaths
+from gateway.edge.sse import send_stream
+from gateway.exchange import DEFAULT_CONTROLS, Controls, Exchange, Handler, Record, Reply
+from gateway.readiness import Readiness
+from policies.core.clock import Clock
+from policies.core.errors import (
+    BodyTooLarge,
+    DeadlineExceeded,
+    GatewayError,
+    InvalidRequest,
+    MethodNotAllowed,
+    UnknownPath,
+    UnsupportedMedia,
+)
+
+_log = structlog.get_logger("gateway.edge")
+_JSON = "application/json"
+#: nginx's status for a client that left; only our own books ever see it.
+CLIENT_CLOSED = 499
+
+Action = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+
+
+@dataclass(frozen=True, slots=True)
+class EdgeLimits:
+    """Bounds on what a client may send."""
+
+    body_bytes: int = 4 * 1024 * 1024
+    header_bytes: int = 8190
+    headers: int = 128
+    body_time_s: float = 30.0
+
+
+class HttpEdge:
+    """Callable given to `aiohttp.web.Server`."""
+
+    def __init__(self, handler: Handler, readiness: Readiness, clock: Clock, limits: EdgeLimits, expose: str) -> None:
+        self._handler = handler
+        self._readiness = readiness
+        self._clock = clock
+        self._limits = limits
+        self._expose = expose
+        self._started_wall = int(clock.wall())
+        # A random prefix and a counter: unique across processes, and cheap.
+        self._id_prefix = secrets.token_hex(6)
+        self._ids = itertools.count(1)
+        self._chat, self._embeddings, self._oip = ChatCodec(), EmbeddingsCodec(), OipCodec()
+        self._oip_paths = OipPaths(handler, readiness)
+        self._exact: dict[str, tuple[str, Action]] = {
+            "/v1/chat/completions": ("POST", self._on_chat),
+            "/v1/embeddings": ("POST", self._on_embeddings),
+            "/v1/models": ("GET", self._on_models),
+            "/livez": ("GET", self._on_live),
+            "/readyz": ("GET", self._on_ready),
+        }
+
+    async def __call__(self, http: web.BaseRequest) -> web.StreamResponse:
+        found = self._exact.get(http.path)
+        if found is None:
+            return await self._other(http)
+        method, action = found
+        if http.method != method and not (method == "GET" and http.method == "HEAD"):
+            return self._refusal(MethodNotAllowed(f"{http.path} answers {method} only.", (method,)))
+        return await action(http)
+
+    async def _on_chat(self, http: web.BaseRequest) -> web.StreamResponse:
+        return await self._serve(http, self._chat, Surface.CHAT, "")
+
+    async def _on_embeddings(self, http: web.BaseRequest) -> web.StreamResponse:
+        return await self._serve(http, self._embeddings, Surface.EMBEDDINGS, "")
+
+    async def _other(self, http: web.BaseRequest) -> web.StreamResponse:
+        """Paths with parts in them: the Open Inference Protocol; everything else is unknown."""
+        path = http.path
+        if path == "/v2" or path.startswith("/v2/"):
+            model = self._oip_paths.infer_model(path)
+            try:
+                if model is not None:
+                    if http.method != "POST":
+                        raise MethodNotAllowed(f"{path} answers POST only.", ("POST",))
+                    return await self._serve(http, self._oip, Surface.TENSOR, model)
+                status, body = await self._oip_paths.get(http.method, path, http.headers.get("Authorization"))
+                return web.Response(status=status, body=body, content_type=_JSON)
+            except GatewayError as error:
+                return self._refusal(error, self._oip)
+        return self._refusal(
+            UnknownPath(
+                f"There is nothing at {path[:200]!r}. Chat is POST /v1/chat/completions, tensors POST /v2/models/NAME/infer."
+            )
+        )
+
+    async def _serve(self, http: web.BaseRequest, codec: Codec, surface: Surface, model: str) -> web.StreamResponse:
+        record = Record(f"{self._id_prefix}{next(self._ids):08x}", surface, self._clock.now(), expose=self._expose)
+        try:
+            body = await self._read(http)
+            parsed = codec.parse(body, http.headers, model)
+            parsed.request.id = record.request_id
+            record.stream = parsed.stream
+            reply = await self._handler.handle(self._exchange(http, parsed, record))
+            if reply.answer is None:
+                return await send_stream(http, reply, parsed.include_usage, self)
+            return self._whole(codec, parsed, reply)
+        except GatewayError as error:
+            return self._failed(error, record, codec)
+        except (asyncio.CancelledError, ConnectionResetError):
+            if not record.outcome:
+                self.complete(record, CLIENT_CLOSED, "client_closed")
+            raise
+        except Exception:
+            _log.exception("a defect in the gateway: please report it", request_id=record.request_id)
+            return self._failed(GatewayError("internal error"), record, codec)
+
+    def _exchange(self, http: web.BaseRequest, parsed: Parsed, record: Record) -> Exchange:
+        headers = http.headers
+        controls = controls_of(headers)
+        if parsed.timeout_s is not None:
+            controls = replace(controls, timeout_s=min(parsed.timeout_s, controls.timeout_s or parsed.timeout_s))
+        return Exchange(
+            parsed.request,
+            parsed.model,
+            record,
+            parsed.stream,
+            parsed.include_usage,
+            headers.get("Authorization"),
+            headers,
+            controls,
+        )
+
+    async def _read(self, http: web.BaseRequest) -> bytes:
+        """The whole body, within the limits of size and time. aiohttp undoes gzip and deflate and bounds the result."""
+        length = http.content_length
+        if length is not None and length > self._limits.body_bytes:
+            raise BodyTooLarge(f"The body has {length} bytes; at most {self._limits.body_bytes} are read.")
+        try:
+            if http.content.is_eof():
+                return await http.read()
+            async with asyncio.timeout(self._limits.body_time_s):
+                return await http.read()
+        except web.HTTPRequestEntityTooLarge:
+            raise BodyTooLarge(f"At most {self._limits.body_bytes} bytes of body are read.") from None
+        except TimeoutError:
+            raise DeadlineExceeded(f"The body did not arrive within {self._limits.body_time_s:g} s.") from None
+        except web.RequestPayloadError as error:
+            raise UnsupportedMedia(f"The body could not be read: {str(error)[:200]}") from None
+
+    def _whole(self, codec: Codec, parsed: Parsed, reply: Reply) -> web.Response:
+        record, answer = reply.record, reply.answer
+        assert answer is not None
+        written = codec.write(answer, parsed)
+        if isinstance(answer, ChatAnswer | EmbeddingsAnswer):
+            record.prompt_tokens = answer.usage.prompt_tokens
+            record.completion_tokens = answer.usage.completion_tokens
+        headers = answer_headers(record, self._clock)
+        headers["Content-Type"] = written.content_type
+        if written.headers:
+            headers.update(written.headers)
+        self.complete(record, 200, "degraded" if record.degraded else "full")
+        return web.Response(body=written.body, headers=headers)
+
+    def _failed(self, error: GatewayError, record: Record, codec: Codec) -> web.Response:
+        status, type_ = error_table.row(error)
+        headers = answer_headers(record, self._clock)
+        headers["Content-Type"] = getattr(error, "content_type", "") or _JSON
+        if error.retry_after_s is not None and status in (429, 503):
+            headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
+        client = error_table.is_client_fault(status)
+        self.complete(record, status, "client_error" if client else "failed", error.code)
+        return web.Response(status=status, body=codec.error(error, type_), headers=headers)
+
+    def complete(self, record: Record, status: int, outcome: str, reason: str = "") -> None:
+        """The books of one request are closed."""
+        record.status, record.outcome = status, outcome
+        record.seconds = self._clock.now() - record.started
+        if not record.first_s:
+            record.first_s = record.seconds
+        if reason and not record.degraded:
+            record.degraded = reason
+        self._handler.completed(record)
+
+    @property
+    def clock(self) -> Clock:
+        return self._clock
+
+    def _refusal(self, error: GatewayError, codec: Codec | None = None) -> web.Response:
+        """An error before there is a request to account for."""
+        status, type_ = error_table.row(error)
+        body = codec.error(error, type_) if codec is not None else openai_error(error, type_)
+        headers = {"Content-Type": _JSON}
+        if isinstance(error, MethodNotAllowed):
+            headers["Allow"] = ", ".join(error.allowed)
+        return web.Response(status=status, body=body, headers=headers)
+
+    async def _on_models(self, http: web.BaseRequest) -> web.StreamResponse:
+        try:
+            names = self._handler.models(http.headers.get("Authorization"))
+        except GatewayError as error:
+            return self._refusal(error)
+        return web.Response(body=models_list(names, self._started_wall), content_type=_JSON)
+
+    async def _on_live(self, http: web.BaseRequest) -> web.StreamResponse:
+        return web.Response(body=b'{"status":"alive"}', content_type=_JSON)
+
+    async def _on_ready(self, http: web.BaseRequest) -> web.StreamResponse:
+        ready, body = self._readiness.report()
+        return web.Response(status=200 if ready else 503, body=body, content_type=_JSON)
+
+
+def controls_of(headers: Mapping[str, str]) -> Controls:
+    """The client's wishes; every other inbound `x-gateway-*` header is simply never read."""
+    cache_control = headers.get("Cache-Control")
+    degrade = headers.get("x-gateway-degrade")
+    timeout = headers.get("x-request-timeout-ms")
+    if cache_control is None and degrade is None and timeout is None:
+        return DEFAULT_CONTROLS
+    wishes = {part.strip().lower() for part in (cache_control or "").split(",")}
+    return Controls(
+        no_cache="no-cache" in wishes,
+        no_store="no-store" in wishes,
+        only_if_cached="only-if-cached" in wishes,
+        degrade_off=(degrade or "").strip().lower() == "off",
+        timeout_s=_timeout_s(timeout),
+    )
+
+
+def _timeout_s(text: str | None) -> float | None:
+    if text is None:
+        return None
+    if not text.isascii() or not text.isdigit() or int(text) == 0:
+        raise InvalidRequest(
+            "`x-request-timeout-ms` must be a whole number of milliseconds, more than 0.", "x-request-timeout-ms"
+        )
+    return int(text) / 1000

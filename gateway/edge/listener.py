@@ -1,0 +1,78 @@
+"""A listening HTTP server round an edge, with a drain that knows what is in flight."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from aiohttp import web
+
+from gateway.edge.http_server import EdgeLimits, HttpEdge
+
+
+class Listener:
+    """One port. `drain` refuses new connections and waits for what is under way."""
+
+    def __init__(self, edge: HttpEdge, limits: EdgeLimits) -> None:
+        self._edge = edge
+        self._limits = limits
+        self._listening: asyncio.Server | None = None
+        self._in_flight = 0
+        self._idle = asyncio.Event()
+        self._server = web.Server(
+            self._handle,
+            request_factory=self._make_request,
+            handler_cancellation=True,  # a client that leaves cancels its request
+            access_log=None,
+            max_line_size=limits.header_bytes,
+            max_field_size=limits.header_bytes,
+            max_headers=limits.headers,
+            keepalive_timeout=75.0,
+        )
+
+    @property
+    def in_flight(self) -> int:
+        return self._in_flight
+
+    async def start(self, host: str, port: int) -> int:
+        """Listen; returns the port (of use when 0 was asked for). Raises OSError."""
+        loop = asyncio.get_running_loop()
+        self._listening = await loop.create_server(self._server, host, port, backlog=1024, reuse_address=True)
+        bound: int = self._listening.sockets[0].getsockname()[1]
+        return bound
+
+    def _make_request(
+        self, message: Any, payload: Any, protocol: Any, writer: Any, task: asyncio.Task[None]
+    ) -> web.BaseRequest:
+        loop = asyncio.get_running_loop()
+        size = self._limits.body_bytes
+        return web.BaseRequest(message, payload, protocol, writer, task, loop, client_max_size=size)
+
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        self._in_flight += 1
+        try:
+            return await self._edge(request)
+        finally:
+            self._in_flight -= 1
+            if self._in_flight == 0:
+                self._idle.set()
+
+    async def drain(self, limit_s: float) -> int:
+        """Stop listening, let requests finish for `limit_s`; returns how many were still under way then."""
+        if self._listening is not None:
+            self._listening.close()
+        self._server.pre_shutdown()
+        if self._in_flight:
+            self._idle.clear()
+            try:
+                async with asyncio.timeout(limit_s):
+                    await self._idle.wait()
+            except TimeoutError:
+                return self._in_flight
+        return 0
+
+    async def close(self) -> None:
+        """Cut what is left."""
+        if self._listening is not None:
+            self._listening.close()
+        await self._server.shutdown(1.0)

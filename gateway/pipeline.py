@@ -1,0 +1,207 @@
+"""The one path of a request, whatever its surface.
+
+    #  stage      reads                              adds                        may raise
+    1  identify   authorization                      identity, tenant, class     Unauthenticated, NotPermitted
+    2  policy     model name, surface, tenant        plan                        UnknownModel
+    3  digest     request, plan.keys, scope, vary    request digest or None      -
+    4  lookup     digest, first choices              Fresh | Revalidate | Miss   NotCached
+    5  classify   request                            reading, decision           -
+    6  walk       decision, ladder, deadline         the answer                  NoAnswer, CannotServe, ClientFault
+
+Parsing comes before (the edge) and responding after it (the edge again). Looking up needs no classification: an answer is
+looked for under every model that a rule could choose first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from backends.api import BackendInfo, ChatRequest, Priority, StreamLimits, Surface, TensorRequest
+from cache.key import RequestDigest, Scope, entry_key
+from cache.result import Found, Freshness, ResultCache
+from gateway.degrade import Walker, canned_answer, canned_reply, stored_reply
+from gateway.edge.identity import Identities, Identity
+from gateway.exchange import Exchange, Record, Reply
+from gateway.observe.recent import RecentRequests
+from gateway.plan import Plan, PlanBook
+from gateway.refresh import Refresher
+from policies.core.clock import Clock
+from policies.core.deadline import Deadline
+from policies.core.errors import InvalidRequest, NotCached, UnknownModel
+from policies.core.events import CacheLookup, Completed, Observer, Routed
+from routing.router import RouteDecision
+from routing.view import RequestView
+
+#: Of the deadline, at most this share goes to a classification that needs the embedder.
+_CLASSIFY_SHARE = 0.1
+
+
+@dataclass(slots=True)
+class Book:
+    """The current plans and keys: what a reload swaps."""
+
+    plans: PlanBook
+    identities: Identities
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """The parts the pipeline drives."""
+
+    cache: ResultCache
+    walker: Walker
+    refresher: Refresher
+    recent: RecentRequests
+    observer: Observer
+    clock: Clock
+
+
+class Pipeline:
+    """Implements `gateway.exchange.Handler` with policies, caches and the ladder."""
+
+    def __init__(self, book: Book, stages: Stages, loopback: bool) -> None:
+        self.book = book
+        self._stages = stages
+        self._loopback = loopback
+
+    async def handle(self, exchange: Exchange) -> Reply:
+        plan, named = self._admit(exchange)
+        digest = self._digest(exchange, plan)
+        if digest is not None and not exchange.controls.no_cache:
+            found = await self._lookup(exchange, plan, digest)
+            if found is not None:
+                if found.state is Freshness.REFRESH:
+                    self._stages.refresher.behind(exchange, plan, digest, found)
+                exchange.record.rung = f"hit-{found.tier}"
+                exchange.record.rule = found.header.rule
+                return stored_reply(exchange, found)
+        if exchange.controls.only_if_cached:
+            raise NotCached("only-if-cached was asked for, and no fresh answer is stored")
+        deadline = self._deadline(exchange, plan)
+        decision = plan.named(named) if named else await self._classify(exchange, plan, deadline)
+        exchange.record.rule = decision.rule
+        if decision.role == "canned":
+            answer = canned_answer(exchange, decision.canned)
+            if answer is not None:
+                exchange.record.rung, exchange.record.backend = "canned", "canned"
+                return canned_reply(exchange, answer)
+        return await self._stages.walker.walk(exchange, plan, decision, digest, deadline)
+
+    def completed(self, record: Record) -> None:
+        """Close the books of a request: recent requests and the Completed event."""
+        self._stages.recent.add(record)
+        self._stages.observer.on_event(_completed(record))
+
+    def _admit(self, exchange: Exchange) -> tuple[Plan, str]:
+        """Who asks, and which plan serves the name they ask for."""
+        identity = self._identify(exchange.authorization)
+        exchange.identity = identity
+        record, request = exchange.record, exchange.request
+        record.tenant = identity.tenant
+        found = self.book.plans.find(exchange.model, request.surface, identity.tenant)
+        if found is None:
+            raise UnknownModel(exchange.model)
+        plan, named = found
+        policy = plan.policy
+        identity.require_policy(policy.policy)
+        # The Open Inference Protocol's `priority` may lower the class, never raise it.
+        lowered = request.priority if isinstance(request, TensorRequest) else identity.priority
+        request.priority = max(identity.priority, lowered)
+        record.priority = _CLASS_NAMES[request.priority]
+        record.policy, record.expose = plan.label, plan.expose
+        if isinstance(request, ChatRequest):
+            request.limits = StreamLimits(policy.timeouts.idle, policy.timeouts.total)
+        return plan, named
+
+    def _identify(self, authorization: str | None) -> Identity:
+        return self.book.identities.identify(authorization, self._loopback)
+
+    def _digest(self, exchange: Exchange, plan: Plan) -> RequestDigest | None:
+        """None = this request is neither looked up nor stored."""
+        if plan.keys is None or exchange.controls.no_store:
+            return None
+        assert exchange.identity is not None
+        headers = exchange.headers
+        vary = {name: headers[name] for name in plan.policy.cache.vary if name in headers}
+        return plan.keys.digest(exchange.request, Scope(exchange.identity.tenant), vary)
+
+    async def _lookup(self, exchange: Exchange, plan: Plan, digest: RequestDigest) -> Found | None:
+        stages, record = self._stages, exchange.record
+        keys = [entry_key(digest.key, backend.info.fingerprint) for backend in plan.first_choices]
+        rules = plan.policy.cache.result
+        found = stages.cache.lookup_now(keys, digest.check, rules)
+        if found is None and stages.cache.has_l2:
+            began = stages.clock.now()
+            found = await stages.cache.lookup_l2(keys, digest.check, rules)
+            record.waited_s += stages.clock.now() - began
+        outcome = "miss" if found is None else f"hit-{found.tier}"
+        record.lookups.append((digest.key.hex(), outcome))
+        stages.observer.on_event(CacheLookup(tier="result", outcome=outcome, policy=plan.policy.policy))
+        return found
+
+    def _deadline(self, exchange: Exchange, plan: Plan) -> Deadline:
+        allowed = plan.deadline_s
+        asked = exchange.controls.timeout_s
+        if asked is not None:
+            if asked <= 0:
+                raise InvalidRequest("x-request-timeout-ms must be more than 0", "x-request-timeout-ms")
+            allowed = min(allowed, asked)
+        return Deadline(exchange.record.started + allowed, self._stages.clock)
+
+    async def _classify(self, exchange: Exchange, plan: Plan, deadline: Deadline) -> RouteDecision:
+        if plan.router.trivial is not None:
+            return plan.router.trivial
+        stages, record = self._stages, exchange.record
+        began = stages.clock.now()
+        view = RequestView(exchange.request)
+        reading = plan.classifier.read(view)
+        if plan.classifier.needs_embedding:
+            await plan.classifier.read_embedding(view, reading, deadline.within(deadline.remaining() * _CLASSIFY_SHARE))
+        decision = plan.router.route(reading)
+        record.explain = (plan.router, reading)
+        stages.observer.on_event(
+            Routed(
+                request_id=record.request_id,
+                policy=plan.policy.policy,
+                rule=decision.rule,
+                candidates=decision.first,
+                seconds=stages.clock.now() - began,
+            )
+        )
+        return decision
+
+    def models(self, authorization: str | None) -> list[tuple[str, str]]:
+        identity = self._identify(authorization)
+        return self.book.plans.names(identity.tenant, identity.policies)
+
+    def describe(self, model: str, authorization: str | None) -> BackendInfo | None:
+        found = self.book.plans.find(model, Surface.TENSOR, self._identify(authorization).tenant)
+        if found is None or not found[0].first_choices:
+            return None
+        plan, named = found
+        return plan.backends[named].info if named else plan.first_choices[0].info
+
+
+_CLASS_NAMES = {Priority.VIP: "vip", Priority.NORMAL: "normal", Priority.BATCH: "batch"}
+
+
+def _completed(record: Record) -> Completed:
+    return Completed(
+        request_id=record.request_id,
+        surface=record.surface,
+        policy=record.policy,
+        tenant=record.tenant,
+        priority=record.priority,
+        rule=record.rule,
+        rung=record.rung,
+        backend=record.backend,
+        outcome=record.outcome,
+        status=record.status,
+        stream=record.stream,
+        seconds=record.seconds,
+        first_s=record.first_s,
+        overhead_s=max(0.0, record.seconds - record.waited_s),
+        degraded=record.degraded,
+        prompt_tokens=record.prompt_tokens,
+        completion_tokens=record.completion_tokens,
+    )
