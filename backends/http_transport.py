@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from aiohttp.tracing import Trace
 
 _MAX_ERROR_BYTES = 1 << 20
+#: After the last event of a stream the end of the HTTP body normally follows within one packet.
+_LINGER_S = 0.5
 _MISCONFIGURED = (401, 402, 403, 404)
 _OWN_DOING = (408, 425, 429)
 #: How services say that a prompt is too long: OpenAI and its likes, vLLM, llama.cpp.
@@ -96,7 +98,7 @@ async def _resend_once(request: aiohttp.ClientRequest, send: ClientHandlerType) 
 class HttpTransport:
     """POSTs to one backend. Connections are opened on first use, inside the running loop."""
 
-    __slots__ = ("_clock", "_headers", "_in_flight", "_margin_s", "_options", "_session", "name")
+    __slots__ = ("_clock", "_headers", "_in_flight", "_lingering", "_margin_s", "_options", "_session", "name")
 
     def __init__(self, name: str, options: HttpOptions, clock: Clock) -> None:
         self.name = name
@@ -104,6 +106,7 @@ class HttpTransport:
         self._clock = clock
         self._margin_s = options.margin_s
         self._in_flight = 0
+        self._lingering: set[aiohttp.ClientResponse] = set()
         self._session: aiohttp.ClientSession | None = None
         self._headers = {"accept-encoding": "identity", "user-agent": "hybrid-routing-gateway"}
         if options.credential:
@@ -191,7 +194,18 @@ class HttpTransport:
             return MalformedAnswer(self._say("sent a body that cannot be decompressed", error), self.name)
         return TruncatedAnswer(self._say("closed the connection before its answer was complete", error), self.name)
 
+    def linger(self, response: aiohttp.ClientResponse) -> None:
+        """An answer is complete but its body not ended: let it end, so that its connection can serve again; not for long."""
+        self._lingering.add(response)
+        asyncio.get_running_loop().call_later(_LINGER_S, self._end_linger, response)
+
+    def _end_linger(self, response: aiohttp.ClientResponse) -> None:
+        self._lingering.discard(response)
+        response.close()
+
     async def aclose(self) -> None:
+        for response in tuple(self._lingering):
+            self._end_linger(response)
         if self._session is not None:
             await self._session.close()
             self._session = None
@@ -256,8 +270,3 @@ def retry_after(headers: CIMultiDictProxy[str] | CIMultiDict[str], wall: float) 
     except (ValueError, OverflowError):
         return None
     return max(0.0, seconds) if seconds < float("inf") else None
-
-
-def spawn_close(response: aiohttp.ClientResponse, after_s: float) -> None:
-    """Give an answer that is logically over `after_s` to end on the wire, so that its connection can serve again."""
-    asyncio.get_running_loop().call_later(after_s, response.close)

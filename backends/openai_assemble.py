@@ -56,7 +56,10 @@ def _merge(chunks: Iterable[bytes]) -> tuple[dict[str, Any], dict[int, dict[str,
             index = part.get("index") or 0
             _add_choice(choices.setdefault(index, {"index": index, "message": {}, "finish_reason": None}), part)
     for choice in choices.values():
-        for call in choice["message"].get("tool_calls") or ():
+        found = choice["message"].get("tool_calls")
+        if found:
+            found.sort(key=lambda call: call.get("index", len(found)))
+        for call in found or ():
             call.pop("index", None)
     return whole, choices
 

@@ -7,15 +7,13 @@ import asyncio
 import aiohttp
 
 from backends.api import Chunk, ChunkKind
-from backends.http_transport import HttpTransport, spawn_close
+from backends.http_transport import HttpTransport
 from backends.openai_wire import ChunkKinds
 from backends.sse import SseReader
 from policies.core.errors import BackendError, IdleTimeout, MalformedAnswer, TotalTimeout, TruncatedAnswer
 
 #: Chunks that are not yet an answer are held back until there is one; more than this is no stream of an answer.
 _MAX_BEFORE_CONTENT_BYTES = 64 << 10
-#: After [DONE] the end of the HTTP body normally follows within one packet.
-_LINGER_S = 0.5
 
 
 class ChunkStream:
@@ -86,7 +84,7 @@ class ChunkStream:
         if not self._done:
             self._response.close()
         elif not self._content.is_eof():
-            spawn_close(self._response, _LINGER_S)
+            self._transport.linger(self._response)
 
     def _read(self, events: list[bytes]) -> list[Chunk]:
         chunks: list[Chunk] = []

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 
@@ -31,6 +32,7 @@ from policies.core.clock import Clock
 from policies.core.deadline import Deadline
 from policies.core.errors import (
     ClientFault,
+    ConfigError,
     ConnectFailed,
     DeadlineExceeded,
     FirstTokenTimeout,
@@ -42,7 +44,10 @@ from policies.core.errors import (
     UpstreamMisconfigured,
     UpstreamStatus,
 )
+from policies.language.check import check
+from policies.language.problems import Problems
 from policies.language.schema import Duration, Section
+from policies.language.yaml_reader import read_bytes, read_yaml
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,3 +211,23 @@ def split_content(chunks: list[Chunk]) -> list[Chunk]:
             if delta["content"]:
                 made.append(Chunk(msgspec.json.encode(body), ChunkKind.CONTENT))
     return made
+
+
+class OutcomesFile(Section, frozen=True, kw_only=True):
+    """A file of outcomes: used up in order, the last one repeats."""
+
+    outcomes: tuple[OutcomeSpec, ...]
+
+
+def load_outcomes(path: Path, info: BackendInfo) -> list[Outcome]:
+    """Read a file of outcomes (YAML). Raises ConfigError with file:line:column."""
+    problems = Problems(str(path))
+    root = read_yaml(read_bytes(path), problems)
+    if root is None:
+        raise ConfigError(problems.lines())
+    parsed = check(root, OutcomesFile, problems)
+    problems.raise_any()
+    try:
+        return [outcome(spec, info) for spec in parsed.outcomes]
+    except ValueError as error:
+        raise ConfigError([f"{path}: {error}"]) from None

@@ -1,11 +1,11 @@
 """A stored answer, in memory and as bytes. Nothing here ever unpickles, and nothing that is read is trusted.
 
-    bytes    0  "GWC"            magic
-             3  version          one byte; another version is a miss
-             4  check            8 bytes, the keyed digest of the request
-            12  header length    4 bytes, little endian
-            16  header           msgpack map (Header)
-             .  payload          msgpack of the answer, zlib when over 4 KiB
+bytes    0  "GWC"            magic
+         3  version          one byte; another version is a miss
+         4  check            8 bytes, the keyed digest of the request
+        12  header length    4 bytes, little endian
+        16  header           msgpack map (Header)
+         .  payload          msgpack of the answer, zlib when over 4 KiB
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ MAX_PAYLOAD_BYTES = 64 << 20
 
 _FIXED_BYTES = 16
 #: Plain numbers only: NumPy would read far more than that out of a dtype's text.
-_DTYPES = frozenset({"|b1", "|i1", "|u1", *(f"<{kind}{size}" for kind in "iu" for size in (2, 4, 8)), "<f2", "<f4", "<f8"})
+_DTYPES = frozenset(
+    {"|b1", "|i1", "|u1", *(f"<{kind}{size}" for kind in "iu" for size in (2, 4, 8)), "<f2", "<f4", "<f8"}
+)
 #: What an entry costs in memory besides its payload: objects, key and the cache's own nodes.
 _OVERHEAD_BYTES = 1536
 
@@ -120,9 +122,7 @@ class EntryCodec:
             payload = zlib.compress(payload, 1)
         header = msgspec.structs.replace(entry.header, compressed=compressed, payload_bytes=len(payload))
         encoded = _to_msgpack(header)
-        return b"".join(
-            (MAGIC, bytes((VERSION,)), entry.check, len(encoded).to_bytes(4, "little"), encoded, payload)
-        )
+        return b"".join((MAGIC, bytes((VERSION,)), entry.check, len(encoded).to_bytes(4, "little"), encoded, payload))
 
     def decode(self, data: bytes) -> Entry | Missing:
         try:

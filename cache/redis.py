@@ -89,8 +89,7 @@ class RedisStore:
             self._counts["skipped"] += len(writes)
             return
         commands: list[Command] = [
-            ("SET", self._name(kind, write.key), write.value, "PX", max(1, int(write.ttl_s * 1000)))
-            for write in writes
+            ("SET", self._name(kind, write.key), write.value, "PX", max(1, int(write.ttl_s * 1000))) for write in writes
         ]
         try:
             replies = await self._call(commands, self._options.write_limit_s, "write_failures")

@@ -60,7 +60,9 @@ class ResultCache:
     `random` is uniform in [0, 1).
     """
 
-    def __init__(self, capacity_bytes: int, clock: Clock, random: Callable[[], float], store: Store | None = None) -> None:
+    def __init__(
+        self, capacity_bytes: int, clock: Clock, random: Callable[[], float], store: Store | None = None
+    ) -> None:
         self._clock = clock
         self._random = random
         self._codec = EntryCodec()

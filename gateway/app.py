@@ -106,9 +106,11 @@ def _remote(name: str, spec: BackendSettings, clock: Clock) -> Backend:
         capabilities=spec.remote_capabilities(),
     )
     if spec.kind == "scripted":
-        from backends.scripted import scripted_backend
+        from backends.scripted import Outcome, ScriptedBackend, chat, load_outcomes
 
-        return scripted_backend(info, spec.script, clock)
+        script = spec.script
+        outcomes = load_outcomes(script, info) if script is not None else [Outcome(chat("a scripted answer", info.model))]
+        return ScriptedBackend(info, outcomes, clock)
     options = HttpOptions(
         base_url=spec.base_url,
         credential=spec.credential.reveal() if spec.credential is not None else "",
@@ -133,7 +135,7 @@ def build_worker(config: Config, policies: PolicySet, heads: Heads, clock: Clock
     )
     store = _redis(config, clock)
     cache = ResultCache(config.cache.l1_bytes, clock, random.random, store)
-    flights = Flights(clock)
+    flights = Flights()
     first_outputs = FirstOutputs(clock)
     dispatcher = Dispatcher(cache, flights, first_outputs, clock)
     refresher = Refresher(dispatcher, clock)
@@ -204,11 +206,7 @@ def _readiness(config: Config, built: Built, store: RedisStore | None) -> Readin
 def _cache_families(cache: ResultCache, flights: Flights, store: RedisStore | None) -> Callable[[], list[Family]]:
     def families() -> list[Family]:
         found = gauges(cache.stats(), "gateway_result_cache", "Result cache")
-        found += gauges(
-            {"started": flights.started, "joined": flights.joined, "open": len(flights)},
-            "gateway_flights",
-            "Calls shared in flight",
-        )
+        found += gauges(flights.stats(), "gateway_flights", "Calls shared in flight")
         if store is not None:
             found += gauges(store.stats(), "gateway_redis", "Redis as second cache tier")
         return found

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-from typing import Any
-
 import numpy as np
 
-from backends.api import Answer, ChatAnswer, ChatRequest, EmbeddingsRequest, Tensor, TensorAnswer, TensorRequest
+from backends.api import Answer, BackendInfo, ChatAnswer, ChatRequest, EmbeddingsRequest, Tensor, TensorAnswer, TensorRequest
 from backends.needs import missing, same_answer_space
 from backends.openai_assemble import replay
 from cache.key import RequestDigest, entry_key
@@ -85,7 +83,9 @@ class Walker:
         """Call one backend; None = it was skipped or failed, and the walk goes on."""
         exchange, backend = walk.exchange, walk.plan.backends[step.backend]
         info = backend.info
-        reason = missing(exchange.request, info) or same_answer_space(walk.first_info, info, exchange.request)
+        reason = missing(exchange.request, info) or (
+            same_answer_space(walk.first_info, info, exchange.request) if walk.first_info is not None else None
+        )
         if reason is not None:
             walk.skip(step, reason)
             return None
@@ -124,7 +124,9 @@ class Walker:
             walk.skip(Step("stale", ""), "nothing is stored for this request")
             return None
         began = self._clock.now()
-        keys = [entry_key(walk.digest.key, walk.plan.backends[name].info.fingerprint) for name in walk.decision.first]
+        plan = walk.plan
+        chosen = [plan.backends[name] for name in walk.decision.first] or plan.first_choices
+        keys = [entry_key(walk.digest.key, backend.info.fingerprint) for backend in chosen]
         found = await self._cache.stale(keys, walk.digest.check, walk.plan.policy.cache.result)
         walk.exchange.record.waited_s += self._clock.now() - began
         if found is None:
@@ -163,8 +165,10 @@ class _Walk:
         self.skips: list[tuple[str, str]] = []
 
     @property
-    def first_info(self) -> Any:
-        return self.plan.backends[self.decision.first[0]].info
+    def first_info(self) -> BackendInfo | None:
+        """The model that was chosen; None where nothing of the chosen role is configured."""
+        first = self.decision.first
+        return self.plan.backends[first[0]].info if first else None
 
     def note(self, step: Step, outcome: str, seconds: float) -> None:
         self.exchange.record.steps.append(

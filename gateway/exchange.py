@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from gateway.edge.identity import Identity
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Controls:
     """What a client may ask of the gateway itself (CONTRACTS, section 1)."""
 

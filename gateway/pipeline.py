@@ -155,7 +155,7 @@ class Pipeline:
         began = stages.clock.now()
         view = RequestView(exchange.request)
         reading = plan.classifier.read(view)
-        if plan.classifier.needs_embedding:
+        if plan.classifier.needs_embedding and not plan.router.settled(reading):
             await plan.classifier.read_embedding(view, reading, deadline.within(deadline.remaining() * _CLASSIFY_SHARE))
         decision = plan.router.route(reading)
         record.explain = (plan.router, reading)

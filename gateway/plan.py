@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
-from backends.api import Backend, BackendInfo, Embedder, Request, Surface
+from backends.api import Backend, BackendInfo, Embedder, Request, Role, Surface
 from cache.key import KeyRules, is_deterministic
 from policies.language.policy_set import PolicySet, claims
 from policies.language.schema import Policy
@@ -55,7 +56,7 @@ class Plan:
             role: tuple(name for name, info in infos.items() if info.role == role) for role in ("heavy", "light")
         }
         self.classifier = Classifier(policy, parts.heads, parts.embedder)
-        self.router = Router(policy, infos)
+        self.router = Router(policy, infos, surface)
         self.first_choices = tuple(self.backends[name] for name in self.router.first_choices())
         self.keys = (
             KeyRules(policy.cache, policy.policy, route_digest(policy, parts.heads), surface, parts.secret)
@@ -79,7 +80,8 @@ class Plan:
 
     def named(self, backend: str) -> RouteDecision:
         """The decision of a client that names a backend itself."""
-        return RouteDecision(rule="named-backend", first=(backend,), role=str(self.backends[backend].info.role))
+        role: Literal["light", "heavy"] = "light" if self.backends[backend].info.role is Role.LIGHT else "heavy"
+        return RouteDecision(rule="named-backend", first=(backend,), role=role)
 
     def __repr__(self) -> str:
         return f"Plan({self.label} for {self.surface}: {' | '.join(self.router.first_choices())})"

@@ -81,10 +81,10 @@ class LexicalHead:
     def __init__(self, header: Header, arrays: Mapping[str, NDArray[np.float32]], fingerprint: bytes) -> None:
         table = arrays["table"]
         self._bits = len(table).bit_length() - 1
-        if table.ndim != 1 or len(table) != 1 << self._bits:
-            raise HeadFileError("the table's length must be a power of two")
+        if table.ndim != 1 or not 8 <= self._bits <= 22 or len(table) != 1 << self._bits:
+            raise HeadFileError("the table's length must be a power of two from 2**8 to 2**22")
         self._table = table
-        self._cells = memoryview(table)  # item access is twice as quick as an array's
+        self._cells = memoryview(table.data)  # item access is twice as quick as an array's
         self.header = header
         self.calibration = header.calibration
         self.fingerprint = fingerprint
@@ -132,7 +132,7 @@ _KINDS: dict[str, type[LexicalHead] | type[EmbeddingHead]] = {
     LexicalHead.kind: LexicalHead,
     EmbeddingHead.kind: EmbeddingHead,
 }
-_DTYPES = {"float16": np.dtype("<f2"), "float32": np.dtype("<f4")}
+_DTYPES: dict[str, np.dtype[Any]] = {"float16": np.dtype("<f2"), "float32": np.dtype("<f4")}
 
 
 def write_head(path: Path, header: Header, arrays: Mapping[str, NDArray[Any]]) -> bytes:
@@ -141,7 +141,7 @@ def write_head(path: Path, header: Header, arrays: Mapping[str, NDArray[Any]]) -
     head = msgspec.json.encode(msgspec.structs.replace(header, arrays=specs))
     body = b"".join(
         [MAGIC, bytes([VERSION]), len(head).to_bytes(4, "little"), head]
-        + [np.ascontiguousarray(array, _DTYPES[array.dtype.name]).tobytes() for array in arrays.values()]
+        + [array.astype(_DTYPES[array.dtype.name]).tobytes() for array in arrays.values()]
     )
     fingerprint = hashlib.blake2b(body, digest_size=16).digest()
     part = path.with_suffix(path.suffix + ".part")
@@ -211,6 +211,11 @@ class Heads:
                     problems.append(str(error))
         if problems:
             raise ConfigError(problems)
+
+    @classmethod
+    def shipped(cls) -> Heads:
+        """The heads that come with the gateway."""
+        return cls((SHIPPED,))
 
     def get(self, name: str) -> Head | None:
         return self._heads.get(name)

@@ -61,4 +61,6 @@ class Reading:
         return {name: None if score.neutral else round(score.value, 4) for name, score in self.scores.items()}
 
     def __repr__(self) -> str:
-        return f"Reading({', '.join(f'{name}={score.value:.2f} ({score.text})' for name, score in self.scores.items())})"
+        return (
+            f"Reading({', '.join(f'{name}={score.value:.2f} ({score.text})' for name, score in self.scores.items())})"
+        )

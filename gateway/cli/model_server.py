@@ -66,16 +66,15 @@ async def _until_signal() -> None:
 
 
 async def _serve_script(host: str, port: int, script: Path) -> None:
-    from backends.scripted_models import BUILT_IN
-    from backends.scripted_server import load_scripts, serve_scripts
+    from backends.scripted_server import serve_scripts
+    from backends.scripted_steps import load_scripts
 
-    scripts = BUILT_IN if str(script) == "-" else load_scripts(script)
-    server = await serve_scripts(host, port, scripts)
-    _log.info("serving_script", address=f"{host}:{server.port}", models=sorted(scripts))
+    server = await serve_scripts(host, port, None if str(script) == "-" else load_scripts(script))
+    _log.info("serving_script", address=server.url)
     try:
         await _until_signal()
     finally:
-        await server.aclose()
+        await server.close()
 
 
 def _config(variant: str) -> Config:

@@ -113,7 +113,8 @@ def build(
         raise typer.Exit(2)
     try:
         with _Bar() as progress:
-            for manifest in prepare(store, wanted, progress, source=source, force=force):
+            sources = {wanted[0].partition(":")[0]: source} if source is not None else {}
+            for manifest in prepare(store, wanted, progress, sources=sources, force=force):
                 print(f"{manifest.reference}  {manifest.fingerprint}")
     except ModelError as error:
         raise _fail(error) from None

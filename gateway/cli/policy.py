@@ -17,6 +17,7 @@ from policies.core.errors import ConfigError
 from policies.language.json_schema import policy_schema
 from policies.language.loader import PolicyFile, conflicts, inside_bytes, parse_policy, policy_paths
 from policies.language.semantics import Known
+from routing.heads import Heads
 
 app = typer.Typer(help="Check and describe policy files.", no_args_is_help=True)
 
@@ -43,7 +44,7 @@ def check(
     files: list[PolicyFile] = []
     try:
         operator = load_config(config, os.environ)
-        known = known_names(operator)
+        known = known_names(operator, Heads())
         for folder, path in _expand(paths or [_shown(operator.policies_dir)]):
             problems += _check_one(path, folder, known, files)
     except ConfigError as error:

@@ -127,9 +127,12 @@ class LoadPlan:
 
 
 class LoadRun:
-    """A plan made ready: bad plans raise ValueError or OSError here, before anything is sent."""
+    """A plan made ready: bad plans raise ValueError or OSError here, before anything is sent.
 
-    def __init__(self, plan: LoadPlan, clock: Clock) -> None:
+    `mix` replaces the plan's own mix.
+    """
+
+    def __init__(self, plan: LoadPlan, clock: Clock, mix: Mix | None = None) -> None:
         if not 0 < plan.duration_s <= 86_400:
             raise ValueError(f"the duration must be above 0 and at most a day, not {plan.duration_s:g} s")
         if plan.max_requests < 1 or plan.timeout_s <= 0 or plan.loop.max_in_flight < 1:
@@ -140,7 +143,7 @@ class LoadRun:
         # Streams of their own, so that another mix does not move the arrivals.
         times, bodies, classes = (random.Random(f"{plan.seed}/{use}") for use in ("arrivals", "mix", "class"))
         self._arrivals = arriving.bounded(plan.arrivals.build(times), plan.duration_s, plan.max_requests)
-        self._traffic = Traffic(plan.mix.build(bodies), pick_caller(plan.callers, classes))
+        self._traffic = Traffic(mix or plan.mix.build(bodies), pick_caller(plan.callers, classes))
 
     async def run(self, started: Callable[[OpenLoop], None] | None = None) -> Summary:
         """Send, wait, sum up. `started` gets the loop, for stopping it."""

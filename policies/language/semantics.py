@@ -5,7 +5,7 @@ Parts that already have a problem are left alone, so that one mistake is reporte
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from policies.language.problems import Path, Problems, suggestion
@@ -28,12 +28,16 @@ class KnownBackend:
 class Known:
     """The names that policies may use. A None leaves that kind of name unchecked.
 
-    `signal_kinds`: kind -> the SignalSpec keys it reads (besides `kind`).
+    signal_kinds
+        kind -> the SignalSpec keys it reads (besides `kind`)
+    signal_fault
+        what is wrong with a signal of a known kind, as (key, message); None = nothing
     """
 
     backends: Mapping[str, KnownBackend] | None = None
     signal_kinds: Mapping[str, frozenset[str]] | None = None
     heads: frozenset[str] | None = None
+    signal_fault: Callable[[SignalSpec], tuple[str, str] | None] | None = None
 
 
 def check_policy(policy: Policy, root: Node, problems: Problems, known: Known) -> None:
@@ -99,11 +103,14 @@ class _Sense:
                     self._say(
                         (*path, key), f"`{key}` means nothing to the signal kind `{spec.kind}`; {uses}", at_key=True
                     )
-            if "any" in reads and not spec.any and not self.problems.touches(path):
-                self._say(path, f"the signal kind `{spec.kind}` needs `any: [words and phrases]`")
         heads = self.known.heads
         if spec.head and heads is not None and spec.head not in heads:
             self._say((*path, "head"), f"there is no trained head `{spec.head}`{suggestion(spec.head, heads, 'heads')}")
+        if self.known.signal_fault is not None and not self.problems.touches(path):
+            fault = self.known.signal_fault(spec)
+            if fault is not None:
+                key, message = fault
+                self._say((*path, key), message, at_key=lookup(self.root, (*path, key)) is None)
 
     # ------------------------------------------------------------------------------------------------------- routes
 
@@ -129,7 +136,7 @@ class _Sense:
             elif catch_all is None and not self.problems.touches(path):
                 catch_all = route.name
         last: Path = ("routes", len(routes) - 1)
-        if catch_all is None and routes[-1].when is not None and not self.problems.touches((*last, "when")):
+        if catch_all is None and lookup(self.root, (*last, "when")) is not None:
             self._say(last, "the default route is missing: the last route must have no `when`")
 
     def _repeated(self, name: str, when: Condition, path: Path) -> None:

@@ -177,8 +177,11 @@ def _syntax(error: yaml.YAMLError, text: str) -> tuple[Position, str]:
         if "\t" in indent:
             return Position(number, indent.index("\t") + 1), "a tab is used for indentation; YAML wants spaces"
     said = str(getattr(error, "problem", None) or "cannot be read")
-    context = getattr(error, "context", None)
-    return at, f"not valid YAML: {shown(f'{context}, {said}' if context else said, 160)}"
+    context, begun = getattr(error, "context", None), getattr(error, "context_mark", None)
+    if context:
+        said = f"{context}, {said}"
+    where = f" (begun on line {begun.line + 1})" if context and begun is not None else ""
+    return min(at, _end_of(text)), f"not valid YAML: {shown(said, 160)}{where}"
 
 
 class _Stopped(Exception):

@@ -1,7 +1,7 @@
 """May a stored answer of this age be served, and should it be computed anew? One pure function.
 
-    age        0 ......... expiry (ttl) ......... ttl + swr ......... stale ......
-    verdict    FRESH   (some) REFRESH | REFRESH             | STALE       | DEAD
+age        0 ......... expiry (ttl) ......... ttl + swr ......... stale ......
+verdict    FRESH   (some) REFRESH | REFRESH             | STALE       | DEAD
 """
 
 from __future__ import annotations

@@ -24,6 +24,8 @@ class SpecError(ValueError):
 class Signal(Protocol):
     """Reads one score from a request: no I/O, bounded by the view's text limit, same input same score."""
 
+    #: Keys of the spec that this kind reads, besides `kind`.
+    reads: ClassVar[frozenset[str]]
     needs_embedding: ClassVar[bool] = False
 
     @classmethod
@@ -37,6 +39,8 @@ class Signal(Protocol):
 class EmbeddingSignal(Protocol):
     """Reads one score from the embedding of the request's text; run only when a rule depends on it."""
 
+    #: Keys of the spec that this kind reads, besides `kind`.
+    reads: ClassVar[frozenset[str]]
     needs_embedding: ClassVar[bool] = True
 
     @classmethod
@@ -44,8 +48,10 @@ class EmbeddingSignal(Protocol):
         """Done once per policy version. Raises SpecError."""
         ...
 
-    #: A sentence and its vector in the space the signal was trained in; None = any embedder will do.
-    probe: tuple[str, NDArray[np.float32]] | None
+    @property
+    def probe(self) -> tuple[str, NDArray[np.float32]] | None:
+        """A sentence and its vector in the space the signal was trained in; None = any embedder will do."""
+        ...
 
     def read_vector(self, vector: NDArray[np.float32]) -> Score:
         """`vector` is float32 [dimensions], length 1."""

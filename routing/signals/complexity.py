@@ -14,6 +14,7 @@ from routing.view import RequestView
 class Complexity:
     """The head's score: 0.5 = as much to gain from the strong model as on an average labelled question."""
 
+    reads: ClassVar[frozenset[str]] = frozenset({"head"})
     needs_embedding: ClassVar[bool] = False
     __slots__ = ("_head",)
 

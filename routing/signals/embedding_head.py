@@ -16,6 +16,7 @@ from routing.signals.base import SpecError
 class EmbeddingHeadSignal:
     """The head's score, on the same scale as `complexity`."""
 
+    reads: ClassVar[frozenset[str]] = frozenset({"head"})
     needs_embedding: ClassVar[bool] = True
     __slots__ = ("_head", "probe")
 

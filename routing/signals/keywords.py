@@ -18,22 +18,53 @@ _JOINS = re.compile(_JOINING).match
 _NONE = Score(0.0, "no keyword")
 
 
-def _pattern(word: str) -> re.Pattern[str] | None:
-    """The word with a boundary at each end that is a joining letter; None when neither is (a plain search will do)."""
-    before = rf"(?<!{_JOINING})" if _JOINS(word[0]) else ""
-    after = rf"(?!{_JOINING})" if _JOINS(word[-1]) else ""
-    return re.compile(before + re.escape(word) + after) if before or after else None
+#: A word that occurs this often inside other words is looked for by its pattern from there on.
+_CHEAP_LOOKS = 24
+
+
+class _Word:
+    """One keyword. `open_left` / `open_right`: its first / last character joins, so a joining neighbour there hides it."""
+
+    __slots__ = ("_pattern", "length", "open_left", "open_right", "score", "text")
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.length = len(text)
+        self.open_left = _JOINS(text[0]) is not None
+        self.open_right = _JOINS(text[-1]) is not None
+        before = rf"(?<!{_JOINING})" if self.open_left else ""
+        after = rf"(?!{_JOINING})" if self.open_right else ""
+        self._pattern = re.compile(before + re.escape(text) + after)
+        self.score = Score(1.0, "keyword", text)
+
+    def stands_alone(self, text: str) -> bool:
+        """Given that it occurs in `text`: is one of the occurrences a word of its own?"""
+        at = text.find(self.text)
+        for _ in range(_CHEAP_LOOKS):
+            if at < 0:
+                return False
+            end = at + self.length
+            if not (
+                (self.open_left and at and _JOINS(text[at - 1]))
+                or (self.open_right and end < len(text) and _JOINS(text[end]))
+            ):
+                return True
+            at = text.find(self.text, at + 1)
+        return at >= 0 and self._pattern.search(text, at) is not None
 
 
 class Keywords:
     """1 when any of `any` occurs, else 0. A search by `in` first (memory speed); boundaries only where it finds something."""
 
+    reads: ClassVar[frozenset[str]] = frozenset({"any"})
     needs_embedding: ClassVar[bool] = False
     __slots__ = ("_words",)
 
     def __init__(self, words: tuple[str, ...]) -> None:
-        folded = dict.fromkeys(fold_text(word).strip() for word in words)
-        self._words = tuple((word, _pattern(word), Score(1.0, "keyword", word)) for word in folded)
+        bounded = (_Word(folded) for folded in dict.fromkeys(fold_text(word).strip() for word in words))
+        self._words = tuple(
+            (word.text, word if word.open_left or word.open_right else None, word.score) for word in bounded
+        )
 
     @classmethod
     def compile(cls, spec: SignalSpec, heads: Heads) -> Self:  # noqa: ARG003
@@ -46,7 +77,7 @@ class Keywords:
 
     def read(self, view: RequestView) -> Score:
         text = view.folded
-        for word, pattern, score in self._words:
-            if word in text and (pattern is None or pattern.search(text)):
+        for word, bounded, score in self._words:
+            if word in text and (bounded is None or bounded.stands_alone(text)):
                 return score
         return _NONE

@@ -27,6 +27,7 @@ def estimate_tokens(chars: int, utf8_bytes: int) -> float:
 class Length:
     """min(1, tokens / spec.tokens)."""
 
+    reads: ClassVar[frozenset[str]] = frozenset({"tokens"})
     needs_embedding: ClassVar[bool] = False
     __slots__ = ("_tokens",)
 

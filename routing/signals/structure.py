@@ -21,7 +21,7 @@ _CODE_ENDS = (";\n", "{\n", "):\n", "->", "=>", "();", "&&", "||", "==", "!=")
 _FORMULA = re.compile(r"[\w)\]][ ]?[=+*/^×÷<>≤≥-][ ]?[\w(\[√]")
 _DIGITS_AND_OPERATOR = re.compile(r"\d\s?[+*/^×÷=-]\s?[\d(a-z]")
 _LATEX = ("\\frac", "\\sum", "\\int", "\\sqrt", "\\begin{", "$$", "\\(", "\\[")
-_MATHS_SIGNS = frozenset("∫∑∏√∞≤≥≠≈∂∇∈∀∃×÷±π²³")
+_MATHS_SIGN = re.compile("[∫∑∏√∞≤≥≠≈∂∇∈∀∃×÷±π²³]")
 _LIST_LINE = re.compile(r"(?m)^[ \t]*(?:[-*•·]|\(?\d{1,2}[.)、．]|[(（]\d{1,2}[)）])[ \t]*\S")
 _JSON_PAIR = re.compile(r'"[^"\n]{1,80}"\s*:\s*["\d\[{tfn-]')
 
@@ -41,7 +41,7 @@ def _maths(view: RequestView) -> bool:
         for mark in _LATEX:
             if mark in text:
                 return True
-    if not text.isascii() and not _MATHS_SIGNS.isdisjoint(text):
+    if not text.isascii() and _MATHS_SIGN.search(text):
         return True
     if "=" in text and len(_FORMULA.findall(text, 0, 2_000)) >= 2:
         return True
@@ -90,6 +90,7 @@ _PROSE = Score(0.0, "plain prose")
 class Structure:
     """1 when any of `marks` (all of them when none is named) is there, else 0."""
 
+    reads: ClassVar[frozenset[str]] = frozenset({"marks"})
     needs_embedding: ClassVar[bool] = False
     __slots__ = ("_checks",)
 

@@ -98,7 +98,9 @@ def test_every_byte_string_is_an_entry_or_a_miss() -> None:
 @given(st.binary(max_size=200), st.integers(0, 400), st.binary(min_size=1, max_size=8))
 def test_garbage_never_raises(junk: bytes, at: int, patch: bytes) -> None:
     codec = EntryCodec()
-    good = codec.encode(Entry(CHECK, header(Surface.TENSOR), TensorAnswer("m", [Tensor("y", "INT8", np.zeros(3, np.int8))])))
+    good = codec.encode(
+        Entry(CHECK, header(Surface.TENSOR), TensorAnswer("m", [Tensor("y", "INT8", np.zeros(3, np.int8))]))
+    )
     assert good is not MISS
     for data in (junk, b"GWC\x01" + junk, good[:at] + patch + good[at + len(patch) :]):
         assert codec.decode(data) is MISS or isinstance(codec.decode(data), Entry)

@@ -14,7 +14,28 @@ from tokenizers.pre_tokenizers import BertPreTokenizer
 from tokenizers.processors import BertProcessing
 
 WIDTH, LAYERS, HEADS, FEED_FORWARD, POSITIONS = 64, 2, 4, 128, 512
-WORDS = "a the tent boots rain coffee tea bread knife lamp book train song game dog cat run swim warm cold".split()
+WORDS = [
+    "a",
+    "the",
+    "tent",
+    "boots",
+    "rain",
+    "coffee",
+    "tea",
+    "bread",
+    "knife",
+    "lamp",
+    "book",
+    "train",
+    "song",
+    "game",
+    "dog",
+    "cat",
+    "run",
+    "swim",
+    "warm",
+    "cold",
+]
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
 
 
@@ -22,7 +43,9 @@ def write_tiny_bert(folder: Path, seed: int = 0) -> Path:
     """config.json, model.safetensors and tokenizer.json, as `pull` would leave them."""
     folder.mkdir(parents=True, exist_ok=True)
     pieces = [chr(c) for c in range(ord("a"), ord("z") + 1)]
-    vocabulary = {token: i for i, token in enumerate(dict.fromkeys([*SPECIAL, *WORDS, *pieces, *("##" + p for p in pieces)]))}
+    vocabulary = {
+        token: i for i, token in enumerate(dict.fromkeys([*SPECIAL, *WORDS, *pieces, *("##" + p for p in pieces)]))
+    }
     _write_tokenizer(folder / "tokenizer.json", vocabulary)
     config = {
         "num_hidden_layers": LAYERS,

@@ -12,6 +12,7 @@ from backends.onnx.store import ModelStore
 from policies.core.clock import SystemClock
 from policies.core.deadline import Deadline
 from tests.support.tiny_bert import write_tiny_bert
+from tests.support.tiny_llama import write_tiny_llama
 
 
 @pytest.fixture(scope="session")
@@ -46,6 +47,25 @@ def tiny_store(tmp_path_factory: pytest.TempPathFactory, tiny_weights: Path) -> 
     names = ["minilm:fp32", "minilm:q8", "two-tower:fp32", "two-tower:q8"]
     prepare(store, names, sources={"minilm": f"file:{tiny_weights}"})
     return store
+
+
+@pytest.fixture(scope="session")
+def tiny_chat_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_llama(tmp_path_factory.mktemp("tiny-llama"))
+
+
+@pytest.fixture(scope="session")
+def tiny_chat_store(tmp_path_factory: pytest.TempPathFactory, tiny_chat_weights: Path) -> ModelStore:
+    """A store with smollm2, both variants, from random weights. Tests only read it."""
+    store = ModelStore(tmp_path_factory.mktemp("tiny-chat-models"))
+    prepare(store, ["smollm2:fp32", "smollm2:q8"], sources={"smollm2": f"file:{tiny_chat_weights}"})
+    return store
+
+
+@pytest.fixture(scope="session")
+def tiny_chat(tiny_chat_store: ModelStore) -> Path:
+    """The model folder of its fp32 variant."""
+    return tiny_chat_store.folder("smollm2", "fp32")
 
 
 @pytest.fixture

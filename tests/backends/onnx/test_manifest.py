@@ -99,7 +99,9 @@ def test_paths_that_leave_the_folder_are_refused(tmp_path: Path, path: str) -> N
     with pytest.raises(ModelDamaged, match="outside"):
         inside(tmp_path / "m", path)
     entry = msgspec.structs.replace(manifest.files[0], path=path)
-    (tmp_path / "m" / "manifest.json").write_bytes(msgspec.json.encode(msgspec.structs.replace(manifest, files=(entry,))))
+    (tmp_path / "m" / "manifest.json").write_bytes(
+        msgspec.json.encode(msgspec.structs.replace(manifest, files=(entry,)))
+    )
     with pytest.raises(ModelDamaged, match="outside"):
         read_manifest(tmp_path / "m")
 
@@ -116,7 +118,9 @@ def test_everything_that_decides_an_answer_changes_the_fingerprint(tmp_path: Pat
     }
     prints = {name: manifest.fingerprint for name, manifest in variations.items()}
     assert len(set(prints.values())) == len(prints)
-    assert loaded_fingerprint(prints["plain"], "CPUExecutionProvider") != loaded_fingerprint(prints["plain"], "CUDAExecutionProvider")
+    assert loaded_fingerprint(prints["plain"], "CPUExecutionProvider") != loaded_fingerprint(
+        prints["plain"], "CUDAExecutionProvider"
+    )
 
 
 def test_where_the_weights_came_from_does_not_change_the_fingerprint(tmp_path: Path) -> None:

@@ -1,0 +1,36 @@
+"""The models bench against a scripted gateway."""
+
+from __future__ import annotations
+
+import pytest
+
+from gateway.load.bench.models import ModelsOptions, measure_models
+from policies.core.clock import SystemClock
+from tests.support.load_target import CUT_STREAM, STREAM, Answer, LoadTarget
+
+COUNT = 4
+
+
+async def measure(answer):
+    async with LoadTarget(answer) as target:
+        options = ModelsOptions(target.url, requests=COUNT, rate=100)
+        return await measure_models(options, SystemClock(), lambda _: None), target.bodies
+
+
+def by_rung(*rungs, pieces=STREAM):
+    return lambda number: Answer(headers={"x-gateway-rung": rungs[number // COUNT]}, pieces=pieces)
+
+
+async def test_both_parts_are_judged_by_their_own_rung():
+    report, bodies = await measure(by_rung("light", "heavy"))
+    assert report.simple.served == {"light": COUNT} and report.complex.served == {"heavy": COUNT}
+    assert report.simple.ttft_ms.count == COUNT and report.simple.why == report.complex.why == ""
+    assert len(set(bodies)) == 2 * COUNT  # nothing could come from a cache
+
+
+@pytest.mark.parametrize(
+    ("answer", "code"), [(by_rung("heavy", "heavy"), 4), (by_rung("light", "heavy", pieces=CUT_STREAM), 4)]
+)
+async def test_the_wrong_rung_or_no_answer_cannot_be_judged(answer, code):
+    report, _ = await measure(answer)
+    assert report.exit_code == code and "fewer than half" in report.simple.why
