@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import msgspec
 import numpy as np
@@ -44,16 +44,14 @@ class Priority(IntEnum):
 # --------------------------------------------------------------------------------------------------------- requests
 
 
-@dataclass(slots=True)
-class StreamLimits:
+class StreamLimits(msgspec.Struct, frozen=True, gc=False):
     """Limits of a stream once its first content has been seen (seconds)."""
 
     idle_s: float = 15.0
     total_s: float = 600.0
 
 
-@dataclass(slots=True)
-class ChatRequest:
+class ChatRequest(msgspec.Struct):
     """An OpenAI chat completion. `body` is the client's JSON, checked, with unknown fields kept.
 
     A backend sends `body` with `model`, `stream` and `stream_options` set by itself, and never changes `body` in place.
@@ -62,8 +60,8 @@ class ChatRequest:
     body: dict[str, Any]
     id: str = ""
     priority: Priority = Priority.NORMAL
-    limits: StreamLimits = field(default_factory=StreamLimits)
-    surface = Surface.CHAT
+    limits: StreamLimits = StreamLimits()
+    surface: ClassVar[Surface] = Surface.CHAT
 
     @property
     def messages(self) -> list[dict[str, Any]]:
@@ -71,15 +69,14 @@ class ChatRequest:
         return messages
 
 
-@dataclass(slots=True)
-class EmbeddingsRequest:
+class EmbeddingsRequest(msgspec.Struct):
     """Texts to embed, in order. `body` is the client's JSON."""
 
     body: dict[str, Any]
     texts: list[str]
     id: str = ""
     priority: Priority = Priority.NORMAL
-    surface = Surface.EMBEDDINGS
+    surface: ClassVar[Surface] = Surface.EMBEDDINGS
 
 
 @dataclass(slots=True)
@@ -112,7 +109,7 @@ class TensorRequest:
     parameters: dict[str, Any] = field(default_factory=dict)
     id: str = ""
     priority: Priority = Priority.NORMAL
-    surface = Surface.TENSOR
+    surface: ClassVar[Surface] = Surface.TENSOR
 
 
 Request = ChatRequest | EmbeddingsRequest | TensorRequest
@@ -225,7 +222,8 @@ class Health(msgspec.Struct, frozen=True):
 class Backend(Protocol):
     """Something that answers. All methods may be called concurrently.
 
-    `infer` and `stream` raise BackendError, Rejected or DeadlineExceeded of `policies.core.errors`, and nothing else.
+    `infer` and `stream` raise BackendError, Rejected, DeadlineExceeded or (the client's own fault, never counted against
+    anyone) RequestError of `policies.core.errors`, and nothing else.
     """
 
     @property

@@ -62,6 +62,11 @@ _INTS, _FLOATS, _BOOLS, _TEXTS = _decoders(int), _decoders(float), _decoders(boo
 _BY_KIND = {"b": _BOOLS, "i": _INTS, "u": _INTS, "f": _FLOATS}
 
 
+def _show(shape: list[int]) -> str:
+    text = str(shape)
+    return text if len(text) < 100 else text[:100] + "..."
+
+
 def element_count(name: str, datatype: str, shape: list[int]) -> int:
     """Elements of a tensor of this shape. Raises TensorError for an unknown datatype and an impossible shape."""
     if datatype not in DATATYPES:
@@ -69,10 +74,10 @@ def element_count(name: str, datatype: str, shape: list[int]) -> int:
     if len(shape) > _MAX_RANK:
         raise TensorError(name, f"{len(shape)} dimensions; at most {_MAX_RANK} are allowed")
     if any(size < 1 for size in shape):
-        raise TensorError(name, f"shape {shape} has a dimension below 1: there is nothing to compute")
+        raise TensorError(name, f"shape {_show(shape)} has a dimension below 1: there is nothing to compute")
     count = math.prod(shape)
     if count > _MAX_ELEMENTS:
-        raise TensorError(name, f"shape {shape} asks for {count} elements; at most {_MAX_ELEMENTS} are allowed")
+        raise TensorError(name, f"shape {_show(shape)} asks for {count} elements; at most {_MAX_ELEMENTS} are allowed")
     return count
 
 
@@ -83,7 +88,7 @@ def from_json(name: str, datatype: str, shape: list[int], data: Raw) -> Tensor:
         raise TensorError(name, "BF16 has no JSON form; send it as binary (parameters.binary_data_size)")
     rank = _nesting(bytes(data))
     if rank not in (1, len(shape)):
-        raise TensorError(name, f"data is nested {rank} deep, but the shape {shape} has {len(shape)} dimensions")
+        raise TensorError(name, f"data is nested {rank} deep, but the shape {_show(shape)} has {len(shape)} dimensions")
     decoders = _TEXTS if datatype == "BYTES" else _BY_KIND[DTYPES[datatype].kind]
     try:
         rows = decoders[rank - 1].decode(data)
@@ -91,7 +96,7 @@ def from_json(name: str, datatype: str, shape: list[int], data: Raw) -> Tensor:
         raise TensorError(name, f"data does not fit {datatype}: {error}") from None
     flat = rows if rank == 1 else _flatten(name, rows, shape)
     if len(flat) != count:
-        raise TensorError(name, f"{len(flat)} elements in data, but the shape {shape} needs {count}")
+        raise TensorError(name, f"{len(flat)} elements in data, but the shape {_show(shape)} needs {count}")
     if datatype == "BYTES":
         values = np.empty(count, dtype=object)
         values[:] = [text.encode() for text in flat]
@@ -122,7 +127,7 @@ def _flatten(name: str, rows: list[Any], shape: list[int]) -> list[Any]:
     for axis, size in enumerate(shape[1:], start=1):
         if any(len(row) != size for row in level):
             raise TensorError(
-                name, f"data has a row whose length is not {size}, as axis {axis} of the shape {shape} says"
+                name, f"data has a row whose length is not {size}, as axis {axis} of the shape {_show(shape)} says"
             )
         level = [item for row in level for item in row]
     return level
@@ -136,7 +141,7 @@ def from_binary(name: str, datatype: str, shape: list[int], data: memoryview) ->
     dtype = DTYPES[datatype]
     if len(data) != count * dtype.itemsize:
         raise TensorError(
-            name, f"{len(data)} bytes of data; {datatype} of shape {shape} needs {count * dtype.itemsize}"
+            name, f"{len(data)} bytes of data; {datatype} of shape {_show(shape)} needs {count * dtype.itemsize}"
         )
     if datatype == "BOOL":
         return Tensor(name, datatype, (np.frombuffer(data, dtype=np.uint8) != 0).reshape(shape))

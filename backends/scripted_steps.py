@@ -86,7 +86,7 @@ class Step(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         if self.send is not None:
             return self.send.encode()
         if self.send_base64 is not None:
-            return base64.b64decode(self.send_base64)
+            return base64.b64decode(self.send_base64, validate=True)
         return event(self.sse)
 
 

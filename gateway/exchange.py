@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+import msgspec
+
 from backends.api import Answer, BackendInfo, Chunk, Request
+from policies.core.events import Completed
 
 if TYPE_CHECKING:
     from gateway.edge.identity import Identity
 
 
-@dataclass(frozen=True, slots=True)
-class Controls:
+class Controls(msgspec.Struct, frozen=True):
     """What a client may ask of the gateway itself (CONTRACTS, section 1)."""
 
     no_cache: bool = False
@@ -27,46 +28,28 @@ class Controls:
 DEFAULT_CONTROLS = Controls()
 
 
-@dataclass(slots=True)
-class Record:
-    """How one request went: the source of the answer's headers, of `gateway why`, and of the Completed event.
+class Record(Completed, kw_only=True):
+    """How one request went: the source of the answer's headers and of `gateway why`, and itself the Completed event.
 
     Holds names, numbers and digests only; never prompt text, keys or secrets.
     """
 
-    request_id: str
-    surface: str
+    #: Monotonic seconds at arrival.
     started: float
-    stream: bool = False
-    policy: str = ""
-    tenant: str = ""
-    priority: str = ""
-    rule: str = ""
-    rung: str = ""
-    backend: str = ""
-    degraded: str = ""
     fingerprint: str = ""
     #: all, basic or none: which headers the answer carries.
     expose: str = "basic"
     age_s: float | None = None
-    #: Seconds spent waiting for a model or a store.
-    waited_s: float = 0.0
-    first_s: float = 0.0
-    seconds: float = 0.0
-    outcome: str = ""
-    status: int = 0
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    #: Explains every rule and score when asked: callable kept instead of rendered text.
-    explain: Any = None
-    #: (entry key digest in hex, outcome) of each cache look-up.
-    lookups: list[tuple[str, str]] = field(default_factory=list)
-    #: One dict a step: rung, backend, outcome or skip reason, milliseconds.
-    steps: list[dict[str, Any]] = field(default_factory=list)
+    #: The router and the reading: rendered only when somebody asks why.
+    explain: tuple[Any, Any] | None = None
+    #: Digest of the request and outcome of the look-up; empty where nothing was looked up.
+    digest: bytes = b""
+    lookup: str = ""
+    #: One dict a rung: rung, backend, outcome, reason, milliseconds.
+    steps: list[dict[str, Any]] = []
 
 
-@dataclass(slots=True)
-class Exchange:
+class Exchange(msgspec.Struct):
     """A parsed request with its circumstances. `identity` is filled in by the pipeline."""
 
     request: Request
@@ -75,18 +58,17 @@ class Exchange:
     stream: bool = False
     include_usage: bool = False
     authorization: str | None = None
-    headers: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = {}
     controls: Controls = DEFAULT_CONTROLS
     identity: Identity | None = None
 
 
-@dataclass(slots=True)
-class Reply:
+class Reply(msgspec.Struct):
     """The answer: whole, or a committed stream (`held` are the chunks up to the commit point, then `rest`)."""
 
     record: Record
     answer: Answer | None = None
-    held: list[Chunk] = field(default_factory=list)
+    held: list[Chunk] = []
     rest: AsyncIterator[Chunk] | None = None
 
 

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from backends.api import BackendInfo, ChatRequest, Priority, StreamLimits, Surface, TensorRequest
-from cache.key import RequestDigest, Scope, entry_key
+from backends.api import BackendInfo, ChatRequest, Priority, Surface, TensorRequest
+from cache.key import RequestDigest, Scope
 from cache.result import Found, Freshness, ResultCache
 from gateway.degrade import Walker, canned_answer, canned_reply, stored_reply
 from gateway.edge.identity import Identities, Identity
@@ -28,7 +28,7 @@ from gateway.refresh import Refresher
 from policies.core.clock import Clock
 from policies.core.deadline import Deadline
 from policies.core.errors import InvalidRequest, NotCached, UnknownModel
-from policies.core.events import CacheLookup, Completed, Observer, Routed
+from policies.core.events import CacheLookup, Observer, Routed
 from routing.router import RouteDecision
 from routing.view import RequestView
 
@@ -68,11 +68,13 @@ class Pipeline:
         plan, named = self._admit(exchange)
         digest = self._digest(exchange, plan)
         if digest is not None and not exchange.controls.no_cache:
-            found = await self._lookup(exchange, plan, digest)
+            found = self._lookup_now(exchange, plan, digest)
+            if found is None and self._stages.cache.has_l2:
+                found = await self._lookup_l2(exchange, plan, digest)
             if found is not None:
                 if found.state is Freshness.REFRESH:
                     self._stages.refresher.behind(exchange, plan, digest, found)
-                exchange.record.rung = f"hit-{found.tier}"
+                exchange.record.rung = _HITS[found.tier]
                 exchange.record.rule = found.header.rule
                 return stored_reply(exchange, found)
         if exchange.controls.only_if_cached:
@@ -90,7 +92,7 @@ class Pipeline:
     def completed(self, record: Record) -> None:
         """Close the books of a request: recent requests and the Completed event."""
         self._stages.recent.add(record)
-        self._stages.observer.on_event(_completed(record))
+        self._stages.observer.on_event(record)
 
     def _admit(self, exchange: Exchange) -> tuple[Plan, str]:
         """Who asks, and which plan serves the name they ask for."""
@@ -110,7 +112,7 @@ class Pipeline:
         record.priority = _CLASS_NAMES[request.priority]
         record.policy, record.expose = plan.label, plan.expose
         if isinstance(request, ChatRequest):
-            request.limits = StreamLimits(policy.timeouts.idle, policy.timeouts.total)
+            request.limits = plan.limits
         return plan, named
 
     def _identify(self, authorization: str | None) -> Identity:
@@ -121,23 +123,32 @@ class Pipeline:
         if plan.keys is None or exchange.controls.no_store:
             return None
         assert exchange.identity is not None
-        headers = exchange.headers
-        vary = {name: headers[name] for name in plan.policy.cache.vary if name in headers}
+        headers, names = exchange.headers, plan.policy.cache.vary
+        vary = {name: headers[name] for name in names if name in headers} if names else _NO_VARY
         return plan.keys.digest(exchange.request, Scope(exchange.identity.tenant), vary)
 
-    async def _lookup(self, exchange: Exchange, plan: Plan, digest: RequestDigest) -> Found | None:
+    def _lookup_now(self, exchange: Exchange, plan: Plan, digest: RequestDigest) -> Found | None:
+        """In memory, under every model that a rule could choose first. Synchronous: most answers end here."""
         stages, record = self._stages, exchange.record
-        keys = [entry_key(digest.key, backend.info.fingerprint) for backend in plan.first_choices]
-        rules = plan.policy.cache.result
-        found = stages.cache.lookup_now(keys, digest.check, rules)
-        if found is None and stages.cache.has_l2:
-            began = stages.clock.now()
-            found = await stages.cache.lookup_l2(keys, digest.check, rules)
-            record.waited_s += stages.clock.now() - began
-        outcome = "miss" if found is None else f"hit-{found.tier}"
-        record.lookups.append((digest.key.hex(), outcome))
-        stages.observer.on_event(CacheLookup(tier="result", outcome=outcome, policy=plan.policy.policy))
+        keys = plan.entry_keys(digest.key)
+        found = stages.cache.lookup_now(keys, digest.check, plan.policy.cache.result)
+        record.digest = digest.key
+        if found is not None or not stages.cache.has_l2:
+            self._looked_up(record, plan, found)
         return found
+
+    async def _lookup_l2(self, exchange: Exchange, plan: Plan, digest: RequestDigest) -> Found | None:
+        stages, record = self._stages, exchange.record
+        began = stages.clock.now()
+        keys = plan.entry_keys(digest.key)
+        found = await stages.cache.lookup_l2(keys, digest.check, plan.policy.cache.result)
+        record.waited_s += stages.clock.now() - began
+        self._looked_up(record, plan, found)
+        return found
+
+    def _looked_up(self, record: Record, plan: Plan, found: Found | None) -> None:
+        record.lookup = outcome = "miss" if found is None else _HITS[found.tier]
+        self._stages.observer.on_event(CacheLookup(tier="result", outcome=outcome, policy=plan.policy.policy))
 
     def _deadline(self, exchange: Exchange, plan: Plan) -> Deadline:
         allowed = plan.deadline_s
@@ -182,26 +193,6 @@ class Pipeline:
         return plan.backends[named].info if named else plan.first_choices[0].info
 
 
+_NO_VARY: dict[str, str] = {}
+_HITS = {"l1": "hit-l1", "l2": "hit-l2"}
 _CLASS_NAMES = {Priority.VIP: "vip", Priority.NORMAL: "normal", Priority.BATCH: "batch"}
-
-
-def _completed(record: Record) -> Completed:
-    return Completed(
-        request_id=record.request_id,
-        surface=record.surface,
-        policy=record.policy,
-        tenant=record.tenant,
-        priority=record.priority,
-        rule=record.rule,
-        rung=record.rung,
-        backend=record.backend,
-        outcome=record.outcome,
-        status=record.status,
-        stream=record.stream,
-        seconds=record.seconds,
-        first_s=record.first_s,
-        overhead_s=max(0.0, record.seconds - record.waited_s),
-        degraded=record.degraded,
-        prompt_tokens=record.prompt_tokens,
-        completion_tokens=record.completion_tokens,
-    )

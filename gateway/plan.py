@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from backends.api import Backend, BackendInfo, Embedder, Request, Role, Surface
-from cache.key import KeyRules, is_deterministic
+from backends.api import Backend, BackendInfo, Embedder, Request, Role, StreamLimits, Surface
+from cache.key import KeyRules, entry_key, is_deterministic
 from policies.language.policy_set import PolicySet, claims
 from policies.language.schema import Policy
 from policies.rules.ladder import Step, steps
@@ -36,7 +36,7 @@ class Plan:
     """One policy for one kind of traffic."""
 
     __slots__ = (
-        "_stored_all", "_walks", "backends", "classifier", "deadline_s", "expose", "first_choices", "keys", "label",
+        "_stored_all", "_walks", "backends", "classifier", "deadline_s", "expose", "first_choices", "keys", "label", "limits",
         "policy", "roles", "router", "surface",
     )  # fmt: skip
 
@@ -46,6 +46,7 @@ class Plan:
         self.label = f"{policy.policy}@{policy.version}"
         self.expose = policy.expose_headers or parts.expose
         self.deadline_s = policy.deadline
+        self.limits = StreamLimits(policy.timeouts.idle, policy.timeouts.total)
         self.backends = {
             name: backend
             for name, backend in parts.backends.items()
@@ -65,6 +66,10 @@ class Plan:
         )
         self._stored_all = policy.cache.store == "all"
         self._walks: dict[tuple[str, ...], tuple[Step, ...]] = {}
+
+    def entry_keys(self, digest: bytes) -> list[bytes]:
+        """Where the answer of each model that a rule could choose first would be stored."""
+        return [entry_key(digest, backend.info.fingerprint) for backend in self.first_choices]
 
     def may_store(self, request: Request) -> bool:
         """May the answer be stored, and so be shared in flight?"""

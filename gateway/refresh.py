@@ -41,7 +41,12 @@ class Refresher:
         hidden = Exchange(
             request=exchange.request,
             model=exchange.model,
-            record=Record(exchange.record.request_id, exchange.record.surface, self._clock.now(), rule=found.header.rule),
+            record=Record(
+                request_id=exchange.record.request_id,
+                surface=exchange.record.surface,
+                started=self._clock.now(),
+                rule=found.header.rule,
+            ),
             identity=exchange.identity,
         )
         attempt = Attempt(hidden, plan, backend, digest, first_choice=found.header.first_choice)

@@ -35,8 +35,10 @@ MAX_FILE_BYTES = 16 * 1024 * 1024
 #: Heads that come with the gateway.
 SHIPPED = Path(__file__).parent / "data"
 
-#: Log of the number of words at which the length term of the lexical head is zero (about 54 words).
+#: The length terms of the lexical head, in L = log(1 + words): `length_weight` counts from 54 words on in both
+#: directions, `short_weight` only below 24 words, where the words themselves say little.
 LOG_WORDS_CENTRE = 4.0
+LOG_WORDS_SHORT = 3.2
 
 
 class ArraySpec(msgspec.Struct, frozen=True):
@@ -60,8 +62,9 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     arrays: tuple[ArraySpec, ...]
     calibration: Calibration
     bias: float
-    #: Weight of log(1 + words) - LOG_WORDS_CENTRE; lexical heads only.
+    #: Weights of L - LOG_WORDS_CENTRE and of min(0, L - LOG_WORDS_SHORT); lexical heads only.
     length_weight: float = 0.0
+    short_weight: float = 0.0
     #: The sentence whose vector is in the array `probe`; embedding heads only.
     probe_text: str = ""
     #: Where it comes from, for people: rows, sources, figures of the evaluation.
@@ -73,7 +76,10 @@ class HeadFileError(ValueError):
 
 
 class LexicalHead:
-    """logit = bias + length_weight * (log(1 + words) - 4) + sum of table[index] / sqrt(number of indices)."""
+    """logit = bias + length_weight * (L - 4) + short_weight * min(0, L - 3.2) + sum of table[index] / sqrt(indices).
+
+    L = log(1 + words); the indices are those of `ngrams`, 2 * words - 1 of them.
+    """
 
     kind: ClassVar[str] = "lexical"
     __slots__ = ("_bits", "_cells", "_table", "calibration", "fingerprint", "header")
@@ -103,9 +109,11 @@ class LexicalHead:
             total = float(self._table.take(many).sum())
         if not words:
             return 0.0, 0
-        header = self.header
-        length = header.length_weight * (math.log1p(words) - LOG_WORDS_CENTRE)
-        return header.bias + length + total / math.sqrt(2 * words - 1), words
+        header, log_words = self.header, math.log1p(words)
+        logit = header.bias + header.length_weight * (log_words - LOG_WORDS_CENTRE) + total / math.sqrt(2 * words - 1)
+        if log_words < LOG_WORDS_SHORT:
+            logit += header.short_weight * (log_words - LOG_WORDS_SHORT)
+        return logit, words
 
 
 class EmbeddingHead:

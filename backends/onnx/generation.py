@@ -93,6 +93,7 @@ class Generator:
             self._submitted += 1
             sequence = Sequence(work, self._submitted)
             insort(self._waiting, sequence, key=Sequence.rank)
+            self._admit()
             if not self._working:
                 self._working = True
                 self._executor.submit(self._work)
@@ -130,28 +131,12 @@ class Generator:
             for room in self._orphans:
                 self._rooms.give_back(room)
             self._orphans.clear()
-            while self._waiting:
-                vip = self._waiting[0].work.priority is Priority.VIP
-                if len(self._active) >= self._limits.active + (self._limits.vip_extra if vip else 0):
-                    break
-                sequence = self._waiting.pop(0)
-                self._active.add(sequence)
-                self._line_up(sequence, again=False)
             if self._urgent:
                 return self._urgent.popleft()
             if self._turns:
                 return self._turns.popleft()
             self._working = False
             return None
-
-    def _line_up(self, sequence: Sequence, *, again: bool) -> None:
-        """Urgent ones keep the order of their arrival and go before all others, who go round."""
-        if not sequence.urgent:
-            self._turns.append(sequence)
-        elif again:
-            self._urgent.appendleft(sequence)
-        else:
-            self._urgent.append(sequence)
 
     def _turn(self, sequence: Sequence) -> None:
         """One piece of a prompt or one token; afterwards the sequence lines up again or leaves."""
@@ -175,12 +160,32 @@ class Generator:
 
     # ------------------------------------------------------------------------------------------------ under the lock
 
+    def _admit(self) -> None:
+        """Give free places to those who wait. Called whenever either changes, so that nobody is overtaken."""
+        while self._waiting:
+            vip = self._waiting[0].work.priority is Priority.VIP
+            if len(self._active) >= self._limits.active + (self._limits.vip_extra if vip else 0):
+                return
+            sequence = self._waiting.pop(0)
+            self._active.add(sequence)
+            self._line_up(sequence, again=False)
+
+    def _line_up(self, sequence: Sequence, *, again: bool) -> None:
+        """Urgent ones keep the order of their arrival and go before all others, who go round."""
+        if not sequence.urgent:
+            self._turns.append(sequence)
+        elif again:
+            self._urgent.appendleft(sequence)
+        else:
+            self._urgent.append(sequence)
+
     def _leave(self, sequence: Sequence) -> None:
         """Give up the place; the room goes back on the engine's thread."""
         self._active.discard(sequence)
         if sequence.room is not None:
             self._orphans.append(sequence.room)
             sequence.room = None
+        self._admit()
 
     def _place_free_s(self) -> float:
         """About when the next place is free: the fewest tokens an active answer may still need, at the present pace."""

@@ -2,23 +2,41 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import os
 import signal
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, NoReturn
 
 import msgspec
 import typer
 import uvloop
+from msgspec.structs import replace
 from rich.console import Console
 
+from backends.onnx.manifest import ModelError
+from gateway.config import load_config
 from gateway.load.bench.front import Front, FrontOptions
 from gateway.load.bench.front_report import page
-from gateway.load.bench.models import ModelsOptions, Part, measure_models
+from gateway.load.bench.goals import goal_line
+from gateway.load.bench.models import (
+    ModelsOptions,
+    ModelsReport,
+    Part,
+    light_goals,
+    measure_gateway,
+    measure_light,
+)
 from gateway.load.bench.processes import BenchError, Stage
+from gateway.load.bench.targets import start_full_gateway
 from gateway.load.client import check_target
+from gateway.models import model_folder
 from policies.core.clock import SystemClock
+from policies.core.errors import ConfigError
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="Measure the gateway on this machine.")
 
@@ -44,17 +62,12 @@ def front(
         short = f"2 rounds of 2 s instead of {rounds} of {seconds:g} s"
         options = FrontOptions(2, 2.0, not bare, short)
     console = Console(stderr=as_json)
-    with tempfile.TemporaryDirectory(prefix="gateway-bench-") as folder:
-        stage = Stage(Path(folder), SystemClock())
-        # Ended from outside, it still ends what it started.
-        signal.signal(signal.SIGTERM, _stop)
+    with _stage() as stage:
         try:
             report = uvloop.run(Front(stage, options, console.print).run())
         except BenchError as error:
             typer.echo(f"error: {error}", err=True)
             raise typer.Exit(2) from None
-        finally:
-            stage.end_all()
     console.print(page(report))
     if as_json:
         sys.stdout.buffer.write(msgspec.json.encode(report) + b"\n")
@@ -63,33 +76,36 @@ def front(
 
 @app.command()
 def models(
-    target: Annotated[str, typer.Argument(help="Base URL of a running gateway.")] = "http://127.0.0.1:8080",
+    target: Annotated[str, typer.Argument(help="Base URL of a running gateway; left out: one is started.")] = "",
     *,
     quick: Quick = False,
     as_json: Json = False,
     requests: Annotated[int, typer.Option(min=1, max=10_000, help="Requests of each kind.")] = 40,
     rate: Annotated[float, typer.Option(min=0.01, max=100, help="Requests a second.")] = 1.0,
-    model: Annotated[str, typer.Option(help="Policy alias.")] = "auto",
     key: Annotated[str, typer.Option(envvar="GATEWAY_API_KEY", show_envvar=True, help="API key.")] = "",
     allow_remote: Annotated[bool, typer.Option(help="Permit a target that is not this machine.")] = False,
 ) -> None:
-    """First token of simple and of complex answers through a running gateway (`make serve` in another terminal).
+    """First tokens of simple and of complex answers through a gateway, and the light model by itself.
 
-    Exit codes: 0 targets met, 1 one was missed, 2 bad arguments, 4 a figure cannot be judged.
+    Exit codes: 0 targets met, 1 one was missed, 2 something is missing, 4 a figure cannot be judged.
     """
-    options = ModelsOptions(target, model, key, requests, rate)
-    if quick:
-        short = f"10 requests of each kind instead of {requests}"
-        options = ModelsOptions(target, model, key, 10, rate, shortened=short)
     console = Console(stderr=as_json)
-    try:
-        check_target(target, allow_remote)
-        report = uvloop.run(measure_models(options, SystemClock(), console.print))
-    except ValueError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from None
+    count = min(10, requests) if quick else requests
+    with _stage() as stage:
+        try:
+            if target:
+                check_target(target, allow_remote)
+            options = ModelsOptions(target, key=key, requests=count, rate=rate)
+            report = uvloop.run(_models(stage, options, console))
+        except (BenchError, ConfigError, ValueError) as error:
+            typer.echo(f"error: {error}", err=True)
+            raise typer.Exit(2) from None
+    if quick:
+        report = replace(report, shortened=f"{count} requests of each kind instead of {requests}")
     for name, part in (("simple", report.simple), ("complex", report.complex)):
-        console.print(_part_line(name, part), style="yellow" if part.why else "green" if part.met else "bold red")
+        console.print(_part_line(name, part))
+    for goal in report.goals:
+        console.print(goal_line(goal))
     if report.shortened:
         console.print(f"shortened: {report.shortened}", style="yellow")
     if as_json:
@@ -97,17 +113,39 @@ def models(
     raise typer.Exit(report.exit_code)
 
 
+async def _models(stage: Stage, options: ModelsOptions, console: Console) -> ModelsReport:
+    """The light model first, while nothing else runs; then the gateway, started here when none was named."""
+    clock, why, found = SystemClock(), "", {}
+    console.print("the light model by itself")
+    try:
+        found = await measure_light(model_folder(load_config(None, os.environ), "smollm2"), clock)
+    except ModelError as error:
+        why = str(error)
+    if not options.target:
+        options = dataclasses.replace(options, target=await start_full_gateway(stage))
+    report = await measure_gateway(options, clock, console.print)
+    return replace(report, in_process=found, goals=[*report.goals, *light_goals(found, why)])
+
+
 def _part_line(name: str, part: Part) -> str:
-    if part.ttft_ms is None:
-        return f"CANNOT BE JUDGED {name}: {part.why}"
-    first = (
-        f"first token p50 {part.ttft_ms.p50:.0f} ms, p95 {part.ttft_ms.p95:.0f} ms (target {part.target_p95_ms:g} ms)"
-    )
-    speed = "" if part.tokens_per_s is None else f", then {part.tokens_per_s:.0f} tokens/s"
     served = ", ".join(f"{rung} {count}" for rung, count in part.served.items())
-    verdict = "CANNOT BE JUDGED" if part.why else "ok  " if part.met else "MISS"
-    failed = f"; {part.failed} failed" if part.failed else ""
-    return f"{verdict} {name}: {first}{speed}; answered by {served}{failed}{'; ' + part.why if part.why else ''}"
+    first = (
+        "" if part.ttft_ms is None else f"first token p50 {part.ttft_ms.p50:.0f} ms, p99 {part.ttft_ms.p99:.0f} ms, "
+    )
+    speed = "" if part.tokens_per_s is None else f"then {part.tokens_per_s:.0f} tokens/s, "
+    return f"{name}: {first}{speed}answered by {served or 'nobody'}; {part.failed} failed"
+
+
+@contextlib.contextmanager
+def _stage() -> Iterator[Stage]:
+    """A folder and the processes started in it; both are gone afterwards, also when ended from outside."""
+    signal.signal(signal.SIGTERM, _stop)
+    with tempfile.TemporaryDirectory(prefix="gateway-bench-") as folder:
+        stage = Stage(Path(folder), SystemClock())
+        try:
+            yield stage
+        finally:
+            stage.end_all()
 
 
 def _stop(_number: int, _frame: object) -> NoReturn:

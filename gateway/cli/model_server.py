@@ -100,9 +100,10 @@ async def _serve_models(host: str, port: int, variant: str) -> None:
     from gateway.edge.listener import Listener
     from gateway.observe.logs import LogObserver
     from gateway.readiness import Readiness
+    from policies.core.events import Observers
 
     clock = SystemClock()
-    built = build_backends(_config(variant), clock, LogObserver())
+    built = build_backends(_config(variant), clock, Observers([LogObserver()]))
     readiness = Readiness()
     for slot in built.slots:
         readiness.watch(slot, required=slot.info.name == CHAT_NAME)

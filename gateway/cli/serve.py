@@ -63,6 +63,7 @@ async def run(config: Config) -> None:
     """Build and run everything in this process."""
     from gateway.app import build_worker, builtin_policies, known_names
     from gateway.observe.logs import LogObserver
+    from policies.core.events import Observers
     from routing.heads import Heads
 
     clock = SystemClock()
@@ -75,7 +76,7 @@ async def run(config: Config) -> None:
     hub, port = InProcessHub(), WorkerPort("worker-1")
     hub.attach(port)
     worker = build_worker(config, store.current, heads, clock, port)
-    await Supervisor(config, store, clock, hub, LogObserver()).run(worker, _announcer(config))
+    await Supervisor(config, store, clock, hub, Observers([LogObserver()])).run(worker, _announcer(config))
 
 
 def _announcer(config: Config) -> Callable[[Worker, Supervisor], None]:

@@ -1,6 +1,6 @@
 """Notices changes of files and folders: saves, renames, swaps of a symbolic link, folders that come and go.
 
-The truth is a signature (inode, size, time) of everything watched, taken once a second at the latest; the operating
+The truth is a signature (inode, size, time) of everything watched, taken twice a second at least; the operating
 system's notifications only make it quicker. So it also works where there are none: network file systems, a swapped link
 above the folder, too many watches.
 """
@@ -22,7 +22,7 @@ OnChange = Callable[[frozenset[Path]], Awaitable[float | None]]
 _Stamp = tuple[int, int, int, int]
 _Signature = dict[Path, _Stamp]
 
-POLL_S = 1.0
+POLL_S = 0.5
 #: Changes are reported once nothing has moved for this long, but not later than MAX_SETTLE_S after the first.
 SETTLE_S = 0.1
 MAX_SETTLE_S = 0.8

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+import msgspec
 
 from backends.api import Answer, Request
 from policies.core.errors import GatewayError, InvalidRequest
 
 
-@dataclass(slots=True)
-class Parsed:
+class Parsed(msgspec.Struct):
     """A request as its wire format said it. `hint` is what the codec needs again to write the answer."""
 
     request: Request
@@ -23,13 +23,12 @@ class Parsed:
     timeout_s: float | None = None
 
 
-@dataclass(slots=True)
-class Written:
+class Written(msgspec.Struct):
     """A body ready to be sent; `headers` are those that only this format knows."""
 
     body: bytes
     content_type: str = "application/json"
-    headers: dict[str, str] = field(default_factory=dict)
+    headers: dict[str, str] = {}
 
 
 class Codec(Protocol):

@@ -10,8 +10,9 @@ import asyncio
 import itertools
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+import msgspec
 import structlog
 from aiohttp import web
 
@@ -76,20 +77,23 @@ class HttpEdge:
             "/readyz": ("GET", self._on_ready),
         }
 
-    async def __call__(self, http: web.BaseRequest) -> web.StreamResponse:
+    def __call__(self, http: web.BaseRequest) -> Awaitable[web.StreamResponse]:
         found = self._exact.get(http.path)
         if found is None:
-            return await self._other(http)
+            return self._other(http)
         method, action = found
         if http.method != method and not (method == "GET" and http.method == "HEAD"):
-            return self._refusal(MethodNotAllowed(f"{http.path} answers {method} only.", (method,)))
-        return await action(http)
+            return self._wrong_method(http, method)
+        return action(http)
 
-    async def _on_chat(self, http: web.BaseRequest) -> web.StreamResponse:
-        return await self._serve(http, self._chat, Surface.CHAT, "")
+    async def _wrong_method(self, http: web.BaseRequest, method: str) -> web.StreamResponse:
+        return self._refusal(MethodNotAllowed(f"{http.path} answers {method} only.", (method,)))
 
-    async def _on_embeddings(self, http: web.BaseRequest) -> web.StreamResponse:
-        return await self._serve(http, self._embeddings, Surface.EMBEDDINGS, "")
+    def _on_chat(self, http: web.BaseRequest) -> Awaitable[web.StreamResponse]:
+        return self._serve(http, self._chat, Surface.CHAT, "")
+
+    def _on_embeddings(self, http: web.BaseRequest) -> Awaitable[web.StreamResponse]:
+        return self._serve(http, self._embeddings, Surface.EMBEDDINGS, "")
 
     async def _other(self, http: web.BaseRequest) -> web.StreamResponse:
         """Paths with parts in them: the Open Inference Protocol; everything else is unknown."""
@@ -112,7 +116,12 @@ class HttpEdge:
         )
 
     async def _serve(self, http: web.BaseRequest, codec: Codec, surface: Surface, model: str) -> web.StreamResponse:
-        record = Record(f"{self._id_prefix}{next(self._ids):08x}", surface, self._clock.now(), expose=self._expose)
+        record = Record(
+            request_id=f"{self._id_prefix}{next(self._ids):08x}",
+            surface=surface.value,
+            started=self._clock.now(),
+            expose=self._expose,
+        )
         try:
             body = await self._read(http)
             parsed = codec.parse(body, http.headers, model)
@@ -136,7 +145,7 @@ class HttpEdge:
         headers = http.headers
         controls = controls_of(headers)
         if parsed.timeout_s is not None:
-            controls = replace(controls, timeout_s=min(parsed.timeout_s, controls.timeout_s or parsed.timeout_s))
+            controls = msgspec.structs.replace(controls, timeout_s=min(parsed.timeout_s, controls.timeout_s or parsed.timeout_s))
         return Exchange(
             parsed.request,
             parsed.model,
@@ -155,7 +164,11 @@ class HttpEdge:
             raise BodyTooLarge(f"The body has {length} bytes; at most {self._limits.body_bytes} are read.")
         try:
             if http.content.is_eof():
-                return await http.read()
+                # All of it is here already, as nearly always: take it without the reading loop.
+                body = http.content.read_nowait(-1)
+                if len(body) > self._limits.body_bytes:
+                    raise BodyTooLarge(f"At most {self._limits.body_bytes} bytes of body are read.")
+                return body
             async with asyncio.timeout(self._limits.body_time_s):
                 return await http.read()
         except web.HTTPRequestEntityTooLarge:

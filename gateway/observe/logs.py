@@ -32,38 +32,38 @@ class LogObserver:
 
     def __init__(self) -> None:
         self._log = structlog.get_logger("gateway")
+        self.handlers: ev.Handlers = {
+            ev.Completed: self._on_completed,
+            ev.BreakerChanged: self._on_breaker,
+            ev.PolicyChanged: self._on_policy,
+            ev.ModelChanged: self._on_model,
+            ev.Attempted: self._on_attempted,
+        }
 
-    def on_event(self, event: ev.Event) -> None:
-        kind = type(event)
-        if kind is ev.Completed:
-            assert isinstance(event, ev.Completed)
-            if event.outcome in ("failed", "cut"):
-                self._log.warning(
-                    f"request_{event.outcome}",
-                    request_id=event.request_id,
-                    policy=event.policy,
-                    status=event.status,
-                    reason=event.degraded,
-                    ms=round(event.seconds * 1000, 1),
-                )
-        elif kind is ev.BreakerChanged:
-            assert isinstance(event, ev.BreakerChanged)
+    def _on_completed(self, event: ev.Completed) -> None:
+        if event.outcome in ("failed", "cut"):
             self._log.warning(
-                "breaker_changed",
-                backend=event.backend,
-                before=event.before,
-                after=event.after,
-                reason=event.reason,
+                f"request_{event.outcome}",
+                request_id=event.request_id,
+                policy=event.policy,
+                status=event.status,
+                reason=event.degraded,
+                ms=round(event.seconds * 1000, 1),
             )
-        elif kind is ev.PolicyChanged:
-            assert isinstance(event, ev.PolicyChanged)
-            write = self._log.info if event.outcome == "applied" else self._log.error
-            write(f"policy_{event.outcome}", policy=event.policy, version=event.version, reason=event.reason)
-        elif kind is ev.ModelChanged:
-            assert isinstance(event, ev.ModelChanged)
-            write = self._log.error if event.state == "failed" else self._log.info
-            write(f"model_{event.state}", model=event.model, reason=event.reason)
-        elif kind is ev.Attempted:
-            assert isinstance(event, ev.Attempted)
-            if event.outcome == "upstream_misconfigured":
-                self._log.error("upstream_misconfigured", backend=event.backend, request_id=event.request_id)
+
+    def _on_breaker(self, event: ev.BreakerChanged) -> None:
+        self._log.warning(
+            "breaker_changed", backend=event.backend, before=event.before, after=event.after, reason=event.reason
+        )
+
+    def _on_policy(self, event: ev.PolicyChanged) -> None:
+        write = self._log.info if event.outcome == "applied" else self._log.error
+        write(f"policy_{event.outcome}", policy=event.policy, version=event.version, reason=event.reason)
+
+    def _on_model(self, event: ev.ModelChanged) -> None:
+        write = self._log.error if event.state == "failed" else self._log.info
+        write(f"model_{event.state}", model=event.model, reason=event.reason)
+
+    def _on_attempted(self, event: ev.Attempted) -> None:
+        if event.outcome == "upstream_misconfigured":
+            self._log.error("upstream_misconfigured", backend=event.backend, request_id=event.request_id)

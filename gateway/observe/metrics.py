@@ -40,7 +40,7 @@ class MetricsObserver:
         self._faults = metrics.counter("gateway_faults_injected", "Injected faults.", ("fault", "target"))
         self._policies = metrics.counter("gateway_policy_changes", "Policy loads.", ("policy", "outcome"))
         self._models = metrics.gauge("gateway_model_ready", "1 when a model may be called.", ("model",), merge="max")
-        self._handlers = {
+        self.handlers: ev.Handlers = {
             ev.Completed: self._on_completed,
             ev.CacheLookup: self._on_lookup,
             ev.Routed: self._on_routed,
@@ -51,11 +51,6 @@ class MetricsObserver:
             ev.PolicyChanged: self._on_policy,
             ev.ModelChanged: self._on_model,
         }
-
-    def on_event(self, event: ev.Event) -> None:
-        handler = self._handlers.get(type(event))
-        if handler is not None:
-            handler(event)  # type: ignore[operator]  # the table pairs each type with its own handler
 
     def _on_completed(self, event: ev.Completed) -> None:
         policy = event.policy.partition("@")[0]

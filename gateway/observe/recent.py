@@ -8,54 +8,58 @@ from gateway.exchange import Record
 
 
 class RecentRequests:
-    """Keeps the last `most` records."""
+    """Keeps the last `most` records. Adding costs next to nothing; finding one looks through all of them."""
 
-    __slots__ = ("_most", "_records")
+    __slots__ = ("_next", "_ring")
 
     def __init__(self, most: int = 2_000) -> None:
-        self._most = most
-        self._records: dict[str, Record] = {}
+        self._ring: list[Record | None] = [None] * most
+        self._next = 0
 
     def add(self, record: Record) -> None:
-        records = self._records
-        records[record.request_id] = record
-        if len(records) > self._most:
-            del records[next(iter(records))]
+        ring, at = self._ring, self._next
+        ring[at] = record
+        self._next = (at + 1) % len(ring)
+
+    def newest(self, count: int) -> list[str]:
+        """Ids, newest first."""
+        size = len(self._ring)
+        records = (self._ring[(self._next - 1 - back) % size] for back in range(min(count, size)))
+        return [record.request_id for record in records if record is not None]
 
     def explain(self, request_id: str) -> dict[str, Any] | None:
         """Everything known about one request, as plain values; None = not (or no longer) here."""
-        record = self._records.get(request_id)
-        if record is None:
-            return None
-        told: dict[str, Any] = {
-            "request_id": record.request_id,
-            "surface": record.surface,
-            "stream": record.stream,
-            "policy": record.policy,
-            "tenant": record.tenant,
-            "class": record.priority,
-            "route": record.rule,
-            "rung": record.rung,
-            "served_by": record.backend,
-            "degraded": record.degraded,
-            "outcome": record.outcome,
-            "status": record.status,
-            "fingerprint": record.fingerprint,
-            "age_s": record.age_s,
-            "ms": {
-                "total": round(record.seconds * 1000, 3),
-                "first": round(record.first_s * 1000, 3),
-                "waited": round(record.waited_s * 1000, 3),
-                "overhead": round(max(0.0, record.seconds - record.waited_s) * 1000, 3),
-            },
-            "tokens": {"in": record.prompt_tokens, "out": record.completion_tokens},
-            "lookups": [{"request_digest": digest, "outcome": outcome} for digest, outcome in record.lookups],
-            "steps": record.steps,
-        }
-        if record.explain is not None:
-            router, reading = record.explain
-            told["decision"] = router.explain(reading)
-        return told
+        record = next((r for r in self._ring if r is not None and r.request_id == request_id), None)
+        return None if record is None else _explained(record)
 
-    def newest(self, count: int) -> list[str]:
-        return list(self._records)[-count:][::-1]
+
+def _explained(record: Record) -> dict[str, Any]:
+    told: dict[str, Any] = {
+        "request_id": record.request_id,
+        "surface": record.surface,
+        "stream": record.stream,
+        "policy": record.policy,
+        "tenant": record.tenant,
+        "class": record.priority,
+        "route": record.rule,
+        "rung": record.rung,
+        "served_by": record.backend,
+        "degraded": record.degraded,
+        "outcome": record.outcome,
+        "status": record.status,
+        "fingerprint": record.fingerprint,
+        "age_s": record.age_s,
+        "ms": {
+            "total": round(record.seconds * 1000, 3),
+            "first": round(record.first_s * 1000, 3),
+            "waited": round(record.waited_s * 1000, 3),
+            "overhead": round(record.overhead_s * 1000, 3),
+        },
+        "tokens": {"in": record.prompt_tokens, "out": record.completion_tokens},
+        "lookup": {"request_digest": record.digest.hex(), "outcome": record.lookup},
+        "steps": record.steps,
+    }
+    if record.explain is not None:
+        router, reading = record.explain
+        told["decision"] = router.explain(reading)
+    return told

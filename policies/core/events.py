@@ -5,26 +5,26 @@ Events carry names from configuration and numbers; never prompt text, keys or se
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
 
 import msgspec
 
 
-class Event(msgspec.Struct, frozen=True, gc=False):
+class Event(msgspec.Struct, gc=False):
     """Base of all events. `request_id` is empty where no request is concerned."""
 
     request_id: str = ""
 
 
-class Admitted(Event, frozen=True, gc=False, kw_only=True):
+class Admitted(Event, gc=False, kw_only=True):
     surface: str
     policy: str
     tenant: str
     priority: str
 
 
-class CacheLookup(Event, frozen=True, gc=False, kw_only=True):
+class CacheLookup(Event, gc=False, kw_only=True):
     """`outcome`: hit-l1, hit-l2, revalidate, miss or bypass."""
 
     tier: str
@@ -32,14 +32,14 @@ class CacheLookup(Event, frozen=True, gc=False, kw_only=True):
     policy: str
 
 
-class Routed(Event, frozen=True, gc=False, kw_only=True):
+class Routed(Event, gc=False, kw_only=True):
     policy: str
     rule: str
     candidates: tuple[str, ...]
     seconds: float
 
 
-class Attempted(Event, frozen=True, gc=False, kw_only=True):
+class Attempted(Event, gc=False, kw_only=True):
     """One call of one backend ended. `outcome`: ok, or the error's code, or client_closed.
 
     `first_s`: seconds to the first content (streams), else equal to `seconds`.
@@ -51,14 +51,14 @@ class Attempted(Event, frozen=True, gc=False, kw_only=True):
     first_s: float
 
 
-class BreakerChanged(Event, frozen=True, gc=False, kw_only=True):
+class BreakerChanged(Event, gc=False, kw_only=True):
     backend: str
     before: str
     after: str
     reason: str
 
 
-class Degraded(Event, frozen=True, gc=False, kw_only=True):
+class Degraded(Event, gc=False, kw_only=True):
     """A rung was left or skipped. `reason` is an error code or a skip reason."""
 
     policy: str
@@ -66,12 +66,12 @@ class Degraded(Event, frozen=True, gc=False, kw_only=True):
     reason: str
 
 
-class FaultInjected(Event, frozen=True, gc=False, kw_only=True):
+class FaultInjected(Event, gc=False, kw_only=True):
     fault: str
     target: str
 
 
-class PolicyChanged(Event, frozen=True, gc=False, kw_only=True):
+class PolicyChanged(Event, gc=False, kw_only=True):
     """`outcome`: applied or refused."""
 
     policy: str
@@ -80,7 +80,7 @@ class PolicyChanged(Event, frozen=True, gc=False, kw_only=True):
     reason: str = ""
 
 
-class ModelChanged(Event, frozen=True, gc=False, kw_only=True):
+class ModelChanged(Event, gc=False, kw_only=True):
     """`state`: loading, ready, failed or gone."""
 
     model: str
@@ -88,27 +88,36 @@ class ModelChanged(Event, frozen=True, gc=False, kw_only=True):
     reason: str = ""
 
 
-class Completed(Event, frozen=True, gc=False, kw_only=True):
-    """A request is over. `outcome`: full, degraded, failed, cut, client_error, client_closed."""
+class Completed(Event, gc=False, kw_only=True):
+    """A request is over. `outcome`: full, degraded, failed, cut, client_error, client_closed.
 
-    surface: str
-    policy: str
-    tenant: str
-    priority: str
-    rule: str
-    rung: str
-    backend: str
-    outcome: str
-    status: int
-    stream: bool
-    seconds: float
+    The one event that is filled in along the way (a request's record is one), so that nothing is copied at its end.
+    """
+
+    surface: str = ""
+    #: name@version
+    policy: str = ""
+    tenant: str = ""
+    priority: str = ""
+    rule: str = ""
+    rung: str = ""
+    backend: str = ""
+    outcome: str = ""
+    status: int = 0
+    stream: bool = False
+    seconds: float = 0.0
     #: Seconds to the first content sent; equal to `seconds` for a whole answer.
-    first_s: float
-    #: Seconds that were the gateway's own.
-    overhead_s: float
+    first_s: float = 0.0
+    #: Seconds spent waiting for a model, a store, or (in a stream) the client.
+    waited_s: float = 0.0
     degraded: str = ""
     prompt_tokens: int = 0
     completion_tokens: int = 0
+
+    @property
+    def overhead_s(self) -> float:
+        """Seconds that were the gateway's own."""
+        return max(0.0, self.seconds - self.waited_s)
 
 
 class Observer(Protocol):
@@ -117,14 +126,38 @@ class Observer(Protocol):
     def on_event(self, event: Event) -> None: ...
 
 
+#: Event class -> what to do with one. A class also stands for the classes derived from it.
+Handlers = Mapping[type[Event], Callable[[Any], None]]
+
+
+class Subscriber(Protocol):
+    """An observer that says which events it wants."""
+
+    @property
+    def handlers(self) -> Handlers: ...
+
+
 class Observers:
-    """Several observers as one."""
+    """Hands each event to the subscribers that want its class; the others cost nothing."""
 
-    __slots__ = ("_observers",)
+    __slots__ = ("_by_class", "_subscribers")
 
-    def __init__(self, observers: Iterable[Observer] = ()) -> None:
-        self._observers = tuple(observers)
+    def __init__(self, subscribers: Iterable[Subscriber] = ()) -> None:
+        self._subscribers = tuple(subscribers)
+        self._by_class: dict[type[Event], tuple[Callable[[Any], None], ...]] = {}
 
     def on_event(self, event: Event) -> None:
-        for observer in self._observers:
-            observer.on_event(event)
+        wanted = self._by_class.get(type(event))
+        if wanted is None:
+            wanted = self._by_class[type(event)] = self._wanted(type(event))
+        for handle in wanted:
+            handle(event)
+
+    def _wanted(self, kind: type[Event]) -> tuple[Callable[[Any], None], ...]:
+        found = []
+        for subscriber in self._subscribers:
+            table = subscriber.handlers
+            handle = next((table[base] for base in kind.__mro__ if base in table), None)
+            if handle is not None:
+                found.append(handle)
+        return tuple(found)

@@ -44,7 +44,7 @@ def _sections() -> list[type[Section]]:
 
 def _shape(part: Any) -> Any:
     """msgspec's schema describes values as read; turn it into what people write."""
-    if isinstance(part, list):
+    if isinstance(part, (list, tuple)):
         return [_shape(item) for item in part]
     if not isinstance(part, dict):
         return part
@@ -55,7 +55,7 @@ def _shape(part: Any) -> Any:
     if isinstance(part.get("properties"), dict):
         usable = {key: value for key, value in part["properties"].items() if not value.get("x-later")}
         shaped["properties"] = {key: _shape(value) for key, value in usable.items()}
-    if isinstance(shaped.get("default"), (dict, list)) or shaped.get("default", 0) is None:
+    if isinstance(shaped.get("default"), dict) or shaped.get("default", 0) is None:
         del shaped["default"]
     return shaped
 

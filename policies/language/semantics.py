@@ -81,6 +81,11 @@ class _Sense:
                     self._say(path, f"`{name}` is an alias of this policy too; leave it out of one of the two")
         if "embeddings" in match.surfaces and len(match.surfaces) > 1:
             self._say(("match", "surfaces"), "embeddings never change model: give that surface a policy of its own")
+        elif "embeddings" in match.surfaces:
+            for index, route in enumerate(self.policy.routes):
+                if route.when is not None:
+                    said = "embeddings never change model: such a policy has one route, without `when`"
+                    self._say(("routes", index, "when"), said, at_key=True)
 
     def _twice(self, values: Sequence[str], path: Path) -> None:
         for index, value in enumerate(values):
@@ -250,6 +255,11 @@ class _Sense:
             self._say(path, "this policy is for chat, so its answer needs `text:`")
         elif surfaces == ("tensor",) and not answer.tensors:
             self._say(path, "this policy is for tensors, so its answer needs `tensors:`")
+        for name, values in answer.tensors.items():
+            try:
+                _shape(values)
+            except ValueError as error:
+                self._say((*path, "tensors", name), f"the tensor `{name}` {error}")
 
     def _cache(self) -> None:
         cache, result = self.policy.cache, self.policy.cache.result
@@ -259,3 +269,18 @@ class _Sense:
             self._say(("cache", "result", "stale"), message)
         if cache.user_tensor and cache.scope != "user" and not self.problems.touches(("cache", "scope")):
             self._say(("cache", "user_tensor"), "`user_tensor` is only read with `scope: user`", at_key=True)
+
+
+def _shape(values: object) -> tuple[str, tuple[int, ...]]:
+    """Kind of the elements and shape of nested lists. Raises ValueError when they are no tensor."""
+    if not isinstance(values, (list, tuple)):
+        if values is None or isinstance(values, dict):
+            raise ValueError("holds something other than numbers, text, true and false")
+        return "number" if isinstance(values, (int, float)) and not isinstance(values, bool) else type(
+            values
+        ).__name__, ()
+    parts = {_shape(value) for value in values}
+    if len(parts) > 1:
+        raise ValueError("has rows of different lengths, or numbers and text side by side")
+    kind, shape = parts.pop() if parts else ("", ())
+    return kind, (len(values), *shape)

@@ -46,7 +46,9 @@ def tensors(draw: st.DrawFn, name: str = "x") -> Tensor:
 
 def same(a: Tensor, b: Tensor) -> bool:
     nan = a.data.dtype.kind == "f"
-    return (a.name, a.datatype, a.shape) == (b.name, b.datatype, b.shape) and np.array_equal(a.data, b.data, equal_nan=nan)
+    return (a.name, a.datatype, a.shape) == (b.name, b.datatype, b.shape) and np.array_equal(
+        a.data, b.data, equal_nan=nan
+    )
 
 
 @given(tensors("a"), tensors("b"))
@@ -156,9 +158,9 @@ def test_a_wrong_input_is_named(wrong: dict[str, Any]) -> None:
 
 
 def test_duplicate_names_are_refused() -> None:
-    with pytest.raises(InvalidRequest, match="'x'.*twice"):
+    with pytest.raises(InvalidRequest, match=r"'x'.*twice"):
         read_request(request(spec(), spec()), None, "m")
-    with pytest.raises(InvalidRequest, match="'o'.*twice"):
+    with pytest.raises(InvalidRequest, match=r"'o'.*twice"):
         read_request(request(outputs=[{"name": "o"}, {"name": "o"}]), None, "m")
 
 
@@ -233,7 +235,9 @@ def test_an_output_that_json_cannot_hold(value: float) -> None:
     assert same(read_answer(body, headers[HEADER_LENGTH], "m").outputs[0], answer.outputs[0])
 
 
-@pytest.mark.parametrize("body", [b"", b"{}", b"[", b'{"outputs": [{"name": "x"}]}', encode({"outputs": [spec(shape=[5])]})])
+@pytest.mark.parametrize(
+    "body", [b"", b"{}", b"[", b'{"outputs": [{"name": "x"}]}', encode({"outputs": [spec(shape=[5])]})]
+)
 def test_answers_that_are_none(body: bytes) -> None:
     with pytest.raises(MalformedAnswer):
         read_answer(body, None, "m")

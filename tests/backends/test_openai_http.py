@@ -48,7 +48,7 @@ async def read_until_error(backend: OpenAIBackend, **body: Any) -> tuple[list[Ch
     got: list[Chunk] = []
     with pytest.raises(GatewayError) as caught:
         async for piece in backend.stream(question(**body), soon()):
-            got.append(piece)
+            got.append(piece)  # noqa: PERF401  what came before the error counts
     return got, caught.value
 
 
@@ -138,7 +138,9 @@ async def test_interleaved_tool_calls_come_byte_equal() -> None:
 
 
 async def test_a_service_that_does_not_stream_is_replayed() -> None:
-    whole = b'{"model":"m","choices":[{"index":0,"message":{"role":"assistant","content":"whole"},"finish_reason":"stop"}]}'
+    whole = (
+        b'{"model":"m","choices":[{"index":0,"message":{"role":"assistant","content":"whole"},"finish_reason":"stop"}]}'
+    )
     script = (Step(head=Head(headers={"content-type": "application/json"})), Step(send=whole.decode()))
     async with scripted_upstream(whole=script) as up:
         backend = openai_backend(up.url, "whole")
@@ -316,7 +318,7 @@ async def test_after_the_first_content_the_deadline_is_over_and_idle_counts() ->
         got = []
         with pytest.raises(IdleTimeout):
             async for piece in backend.stream(question(idle_s=0.1), soon()):
-                got.append(piece)
+                got.append(piece)  # noqa: PERF401
         assert len(got) == 2
         await until(lambda: up.last("stalls").closed_at is not None)
         await backend.aclose()
@@ -408,7 +410,10 @@ async def test_no_hidden_queue() -> None:
 
 
 async def test_an_answer_without_end_is_refused_at_a_bound() -> None:
-    big = (Step(head=Head(headers={"content-type": "application/json"})), *(Step(send="x" * 100_000) for _ in range(30)))
+    big = (
+        Step(head=Head(headers={"content-type": "application/json"})),
+        *(Step(send="x" * 100_000) for _ in range(30)),
+    )
     async with scripted_upstream(big=big) as up:
         backend = openai_backend(up.url, "big", max_body_bytes=1_000_000)
         with pytest.raises(MalformedAnswer, match="larger than"):

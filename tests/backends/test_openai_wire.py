@@ -122,7 +122,9 @@ def test_kinds_of_chunks(body: dict[str, Any], kind: ChunkKind) -> None:
     assert read.data is data
 
 
-@pytest.mark.parametrize("data", [b"", b"{", b"5", b'"text"', b'{"choices": 5}', b'{"choices":[{"delta":{"content":5}}]}'])
+@pytest.mark.parametrize(
+    "data", [b"", b"{", b"5", b'"text"', b'{"choices": 5}', b'{"choices":[{"delta":{"content":5}}]}']
+)
 def test_what_is_no_chunk(data: bytes) -> None:
     with pytest.raises(MalformedAnswer):
         read_chunk(data)
@@ -170,7 +172,11 @@ def test_interleaved_tool_calls_are_put_together() -> None:
 
 
 def test_tool_calls_without_an_index_begin_with_their_id() -> None:
-    calls = [{"id": "a", "function": {"arguments": "1"}}, {"function": {"arguments": "2"}}, {"id": "b", "function": {"arguments": "3"}}]
+    calls = [
+        {"id": "a", "function": {"arguments": "1"}},
+        {"function": {"arguments": "2"}},
+        {"id": "b", "function": {"arguments": "3"}},
+    ]
     answer = assemble([*(encode(chunk({"tool_calls": [call]})) for call in calls), encode(chunk({}, "tool_calls"))])
     made = decode(answer)["choices"][0]["message"]["tool_calls"]
     assert [(call["id"], call["function"]["arguments"]) for call in made] == [("a", "12"), ("b", "3")]
@@ -192,9 +198,15 @@ def test_streams_that_add_up_to_nothing(chunks: list[dict[str, Any]], error: typ
 
 
 texts = st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=20)
-json_values = st.recursive(st.none() | st.booleans() | st.integers(-1000, 1000) | texts, lambda v: st.lists(v, max_size=3), max_leaves=5)
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-1000, 1000) | texts, lambda v: st.lists(v, max_size=3), max_leaves=5
+)
 calls = st.fixed_dictionaries(
-    {"id": texts.filter(bool), "type": st.just("function"), "function": st.fixed_dictionaries({"name": texts, "arguments": texts})}
+    {
+        "id": texts.filter(bool),
+        "type": st.just("function"),
+        "function": st.fixed_dictionaries({"name": texts, "arguments": texts}),
+    }
 )
 messages = st.fixed_dictionaries(
     {"role": st.just("assistant"), "content": texts | st.none()},
@@ -205,21 +217,35 @@ messages = st.fixed_dictionaries(
         "tool_calls": st.lists(calls, max_size=3) | st.none(),
         "annotations": st.lists(texts, max_size=2),
     },
-).filter(lambda m: m["content"] is not None or any(m.get(k) for k in ("tool_calls", "refusal", "reasoning", "reasoning_content")))
-logprobs = st.none() | st.fixed_dictionaries({"content": st.none() | st.lists(st.fixed_dictionaries({"token": texts}), max_size=3)})
+).filter(
+    lambda m: (
+        m["content"] is not None or any(m.get(k) for k in ("tool_calls", "refusal", "reasoning", "reasoning_content"))
+    )
+)
+logprobs = st.none() | st.fixed_dictionaries(
+    {"content": st.none() | st.lists(st.fixed_dictionaries({"token": texts}), max_size=3)}
+)
 
 
 @st.composite
 def completions(draw: st.DrawFn) -> dict[str, Any]:
     choices = []
     for index in range(draw(st.integers(1, 3))):
-        made = {"index": index, "message": draw(messages), "finish_reason": draw(st.sampled_from(["stop", "length", "tool_calls"]))}
+        made = {
+            "index": index,
+            "message": draw(messages),
+            "finish_reason": draw(st.sampled_from(["stop", "length", "tool_calls"])),
+        }
         if draw(st.booleans()):
             made["logprobs"] = draw(logprobs)
         choices.append(made)
     body: dict[str, Any] = {"id": "x", "object": "chat.completion", "created": 1, "model": "m", "choices": choices}
     if draw(st.booleans()):
-        body["usage"] = {"prompt_tokens": 3, "completion_tokens": draw(st.integers(0, 9)), "prompt_tokens_details": {"cached_tokens": 1}}
+        body["usage"] = {
+            "prompt_tokens": 3,
+            "completion_tokens": draw(st.integers(0, 9)),
+            "prompt_tokens_details": {"cached_tokens": 1},
+        }
     if draw(st.booleans()):
         body["service_tier"] = draw(json_values)
     if draw(st.booleans()):

@@ -1,5 +1,7 @@
 """Events come out the same however their bytes were cut."""
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,12 +9,14 @@ from hypothesis import strategies as st
 from backends.sse import MAX_EVENT_BYTES, SseReader
 from policies.core.errors import MalformedAnswer
 
-datas = st.lists(st.text(alphabet=st.characters(exclude_characters="\r\n", exclude_categories=["Cs"]), min_size=1), max_size=6)
+datas = st.lists(
+    st.text(alphabet=st.characters(exclude_characters="\r\n", exclude_categories=["Cs"]), min_size=1), max_size=6
+)
 
 
 def cut(stream: bytes, places: list[int]) -> list[bytes]:
     edges = sorted({0, len(stream), *(place % (len(stream) + 1) for place in places)})
-    return [stream[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    return [stream[a:b] for a, b in itertools.pairwise(edges)]
 
 
 def read(pieces: list[bytes]) -> list[bytes]:

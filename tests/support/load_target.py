@@ -58,7 +58,9 @@ class LoadTarget:
         try:
             while True:
                 head = await reader.readuntil(b"\r\n\r\n")
-                fields = {k.strip().lower(): v.strip() for k, _, v in (s.partition(":") for s in head.decode().split("\r\n"))}
+                fields = {
+                    k.strip().lower(): v.strip() for k, _, v in (s.partition(":") for s in head.decode().split("\r\n"))
+                }
                 self.bodies.append(await reader.readexactly(int(fields.get("content-length", 0))))
                 self.authorizations.append(fields.get("authorization", ""))
                 number, self.requests = self.requests, self.requests + 1

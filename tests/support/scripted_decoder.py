@@ -53,7 +53,8 @@ class ScriptedRooms:
 
     def run(self, name: int, count: int, length: int) -> np.ndarray:
         self.started.release()
-        if self._steps is not None and not self._steps.acquire(timeout=_LIMIT_S):
+        steps = self._steps  # `free` takes it away from another thread
+        if steps is not None and not steps.acquire(timeout=_LIMIT_S):
             raise TimeoutError("the test never let this run go on")
         self.runs.append((name, count))
         if name in self.broken:

@@ -18,8 +18,8 @@ TEMPLATE = (
 )
 
 
-def write_tiny_llama(folder: Path, seed: int = 0) -> Path:
-    """`model.gguf` in `folder`, as `pull` would leave it."""
+def write_tiny_llama(folder: Path, seed: int = 0, *, damaged: bool = False) -> Path:
+    """`model.gguf` in `folder`, as `pull` would leave it. `damaged`: one weight is not a number."""
     folder.mkdir(parents=True, exist_ok=True)
     tokens = [*CONTROL, *byte_alphabet(), *(merge.replace(" ", "") for merge in MERGES)]
     writer = gguf.GGUFWriter(folder / "model.gguf", "llama")
@@ -39,7 +39,10 @@ def write_tiny_llama(folder: Path, seed: int = 0) -> Path:
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_chat_template(TEMPLATE)
-    for name, array in _weights(len(tokens), seed).items():
+    weights = _weights(len(tokens), seed)
+    if damaged:
+        weights["blk.1.ffn_up.weight"][3, 5] = np.nan
+    for name, array in weights.items():
         writer.add_tensor(name, array)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

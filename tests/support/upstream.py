@@ -44,9 +44,13 @@ def oip_backend(base: str, model: str = "ok", **options: object) -> OipBackend:
     return OipBackend(info(model, surface=Surface.TENSOR), HttpOptions(base, **options), SystemClock())  # type: ignore[arg-type]
 
 
-def question(text: str = "What are your opening hours?", *, idle_s: float = 5.0, total_s: float = 60.0, **body: object) -> ChatRequest:
+def question(
+    text: str = "What are your opening hours?", *, idle_s: float = 5.0, total_s: float = 60.0, **body: object
+) -> ChatRequest:
     messages = [{"role": "user", "content": text}]
-    return ChatRequest({"model": "auto", "messages": messages, **body}, id="req-1", limits=StreamLimits(idle_s, total_s))
+    return ChatRequest(
+        {"model": "auto", "messages": messages, **body}, id="req-1", limits=StreamLimits(idle_s, total_s)
+    )
 
 
 def soon(seconds: float = 5.0) -> Deadline:

@@ -15,8 +15,9 @@ from msgspec.structs import replace
 
 from gateway.load.bench import targets
 from gateway.load.bench.closed import ClosedLoop
-from gateway.load.bench.front_report import FrontReport, Goal, Pair, ratio_goal
+from gateway.load.bench.front_report import FrontReport, Pair, cpu_ratio, ratio_goal
 from gateway.load.bench.generator import Generator, Measured
+from gateway.load.bench.goals import Goal
 from gateway.load.bench.processes import Stage
 from gateway.load.bench.targets import Target
 from gateway.load.bench.wrk import Wrk
@@ -77,12 +78,12 @@ class Front:
     async def _with_gateway(self, generator: Generator, upstream: Target, proxy: Target) -> dict[str, Any]:
         gateway = await targets.start_gateway(self._stage, upstream.url)
         rss_mb = gateway.server.rss_mb()
-        constant = await targets.start_constant(self._stage, await targets.check_rungs(gateway.url))
+        constant = await targets.start_constant(self._stage, await targets.check_rungs(gateway.url, salt=1))
         misses = await self._pairs(generator, (proxy, gateway), 32, unique=True)
         hits = await self._pairs(generator, (constant, gateway), 32, unique=False)
         single = await self._pairs(generator, (upstream, gateway), 1, unique=True)
         # What was measured was what it should be, to the end.
-        await targets.check_rungs(gateway.url)
+        await targets.check_rungs(gateway.url, salt=2)
         ratios = [ratio_goal("miss_ratio", misses, 0.6), ratio_goal("hit_ratio", hits, 0.6)]
         added_ms = median([through.p50_ms - direct.p50_ms for direct, through in single])
         goals = [
@@ -94,7 +95,8 @@ class Front:
         after_mb = round(gateway.server.rss_mb(), 1)
         counted = not any(goal.why for goal in ratios)
         values = {goal.name: goal.value for goal in goals}
-        return {**values, "goals": goals, "rss_after_load_mb": after_mb, "ratios_count": counted}
+        costs = {"miss_cpu_ratio": cpu_ratio(misses), "hit_cpu_ratio": cpu_ratio(hits)}
+        return {**values, **costs, "goals": goals, "rss_after_load_mb": after_mb, "ratios_count": counted}
 
     async def _pairs(self, generator: Generator, pair: tuple[Target, Target], many: int, unique: bool) -> list[Pair]:
         pairs = []
@@ -122,6 +124,8 @@ def _notes(stage: Stage, wrk: bool) -> list[str]:
         notes.append(f"wrk is missing, so Python sends, and is the limit itself; install it with: {_INSTALL}")
     if targets.find_nginx() is None:
         notes.append(f"nginx is missing: the upstream is a small asyncio server; install it with: {_INSTALL}")
+    if not targets.shipped_head():
+        notes.append("there is no trained complexity head: the bench's policy decides without that signal")
     if not stage.pinned:
         notes.append("nothing is pinned (one core, or no taskset): server and generator take from each other")
     return notes

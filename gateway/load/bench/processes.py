@@ -71,10 +71,11 @@ class Stage:
         self.server_core, self.load_core = (cores[0], cores[-1]) if self.pinned else (-1, -1)
         self._servers: list[Server] = []
 
-    def command(self, core: int, command: Sequence[str]) -> list[str]:
-        return ["taskset", "-c", str(core), *command] if self.pinned else list(command)
+    def command(self, core: int | None, command: Sequence[str]) -> list[str]:
+        pinned = self.pinned and core is not None
+        return ["taskset", "-c", str(core), *command] if pinned else list(command)
 
-    def start(self, name: str, core: int, command: Sequence[str], env: dict[str, str] | None = None) -> Server:
+    def start(self, name: str, core: int | None, command: Sequence[str], env: dict[str, str] | None = None) -> Server:
         log = self.folder / f"{name}.log"
         with log.open("wb") as out:
             process = subprocess.Popen(

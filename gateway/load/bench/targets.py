@@ -11,10 +11,12 @@ from pathlib import Path
 import aiohttp
 import msgspec
 
+from gateway.config import load_config
 from gateway.load.bench.bare import CHAT_PATH, COMPLETION, FixedAnswer
 from gateway.load.bench.generator import body
 from gateway.load.bench.processes import BenchError, Server, Stage, free_port
 from gateway.load.outcome import RUNG_HEADER
+from routing.heads import Heads
 
 MODEL = "auto"
 
@@ -59,6 +61,8 @@ routes:
 ladder: [heavy]
 cache: {{store: all}}
 """
+_HEAD_SIGNAL = "    complexity: {kind: complexity}"
+_HEAD_RULE = ", {signal: complexity, at_least: 0.5}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,11 +142,30 @@ async def start_gateway(stage: Stage, upstream: str) -> Target:
     return Target(server, url, await stage.until_answers(server, url + "/readyz", only_ok=True))
 
 
+async def start_full_gateway(stage: Stage) -> str:
+    """`gateway serve --with-stand-in` as an operator starts it, with its configured ports; returns the base URL.
+
+    Not pinned: a real model takes the cores it is given.
+    """
+    listen = load_config(None, os.environ).listen
+    url = f"http://127.0.0.1:{listen.port}"
+    command = [sys.executable, "-m", "gateway.cli.main", "serve", "--with-stand-in"]
+    server = stage.start("gateway", None, command)
+    await stage.until_answers(server, url + "/readyz", limit_s=120.0, only_ok=True)
+    return url
+
+
+def shipped_head() -> bool:
+    """Is there a trained complexity head in this installation? Then the bench's policy reads it like the shipped one."""
+    return bool(Heads().names())
+
+
 def write_gateway_files(folder: Path, port: int, admin: int, upstream: str) -> Path:
     """`gateway.yaml` and the bench policy; returns the former."""
     policies = folder / "policies"
     policies.mkdir(exist_ok=True)
-    (policies / "bench.yaml").write_text(_POLICY.format(model=MODEL, head="", rule=""))
+    head, rule = (_HEAD_SIGNAL, _HEAD_RULE) if shipped_head() else ("", "")
+    (policies / "bench.yaml").write_text(_POLICY.format(model=MODEL, head=head, rule=rule))
     config = folder / "gateway.yaml"
     config.write_text(_GATEWAY.format(port=port, admin=admin, upstream=upstream))
     return config
@@ -162,9 +185,9 @@ async def sample(url: str, salt: int | None) -> Sample:
             raise BenchError(f"{url} did not answer the bench's request: {error or type(error).__name__}") from error
 
 
-async def check_rungs(url: str) -> Sample:
-    """Makes sure that a new request is proxied and a repeated one is a first-tier hit; returns the hit."""
-    fresh = await sample(url, salt=os.getpid())
+async def check_rungs(url: str, salt: int) -> Sample:
+    """Makes sure that a new request (`salt` not used before) is proxied and a repeated one is an L1 hit; returns the hit."""
+    fresh = await sample(url, salt)
     await sample(url, salt=None)
     hit = await sample(url, salt=None)
     if fresh.rung != "heavy" or hit.rung != "hit-l1":

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import codecs
+import itertools
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ stops = st.lists(st.text("ab<>é漢", min_size=1, max_size=4), max_size=3)
 def shown(text: bytes, cuts: list[int], stop: list[str] = ()) -> tuple[list[str], StreamText]:
     """What is shown after each token, when `text` comes in tokens cut at `cuts`."""
     edges = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
-    tokens = [text[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    tokens = [text[a:b] for a, b in itertools.pairwise(edges)]
     stream = StreamText(TokenBytes(tokens), stop)
     pieces = [stream.push(token) for token in range(len(tokens))]
     return [*pieces, stream.finish()], stream

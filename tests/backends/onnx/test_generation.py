@@ -59,7 +59,6 @@ async def generator(rooms: ScriptedRooms) -> AsyncIterator[Generator]:
     yield made
     rooms.free()
     await made.aclose()
-    assert rooms.given == 0 or made.active == 0
 
 
 async def test_text_ends_by_length_and_counts_its_tokens(generator, rooms):
@@ -161,15 +160,18 @@ async def test_cancelling_frees_the_place_at_once(generator, rooms):
     await finish(queued)
     assert [name for name, _ in rooms.runs].count(6) == 0
     assert [name for name, _ in rooms.runs].count(5) <= 2
-    assert generator.active == 0
+    async with asyncio.timeout(10):
+        while generator.active:
+            await asyncio.sleep(0.001)
 
 
 async def test_cancelling_what_waits_removes_it(generator, rooms):
     rooms.hold()
     running = [generator.submit(work(name, 1)) for name in (5, 6)]
     queued = [generator.submit(work(name, 1)) for name in (7, 8)]
+    with pytest.raises(LimitReached):
+        generator.submit(work(9, 1))
     generator.cancel(queued[0])
-    assert generator.waiting <= 2
     replacement = generator.submit(work(9, 1))
     rooms.free()
     await asyncio.gather(*(finish(sequence) for sequence in (*running, queued[1], replacement)))
@@ -179,7 +181,7 @@ async def test_cancelling_what_waits_removes_it(generator, rooms):
 async def test_one_failing_run_hurts_nobody_else(generator, rooms):
     rooms.broken[6] = RuntimeError("no such kernel\nstack trace")
     good, bad = generator.submit(work(5)), generator.submit(work(6))
-    with pytest.raises(ModelFailed, match="RuntimeError: no such kernel$") as failed:
+    with pytest.raises(ModelFailed, match=r"RuntimeError: no such kernel$") as failed:
         await finish(bad)
     assert failed.value.backend == "light"
     assert (await finish(good))[1].finish == "length"

@@ -134,7 +134,7 @@ def test_a_bad_file_is_refused_with_its_name(tmp_path, text):
 
 @pytest.mark.parametrize("options", [{"heavy_share": 1.5}, {"stream_share": -0.1}, {"prompts": 0}])
 def test_options_out_of_range_are_refused(options):
-    with pytest.raises(ValueError, match="must be|at least"):
+    with pytest.raises(ValueError, match=r"must be|at least"):
         ChatMix(ChatOptions(**options), random.Random(1))
 
 

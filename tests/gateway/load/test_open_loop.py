@@ -53,7 +53,7 @@ async def test_a_stalled_server_is_seen_by_every_request_that_was_due_meanwhile(
     assert summary.generator.max_in_flight == 50
     # The first waited for the whole of the sending time, the one in the middle for half of it.
     assert latency.max >= 480 and latency.p50 >= 230
-    assert latency.p90 > 1.5 * latency.p50
+    assert latency.p90 - latency.p50 > 150
 
 
 async def test_latency_counts_from_the_intended_moment_not_from_the_send():
@@ -186,7 +186,9 @@ async def test_a_mistake_of_our_own_is_raised_not_counted():
             await LoadRun(plan(target.url), SystemClock(), Broken()).run()
 
 
-@pytest.mark.parametrize("url", ["http://127.0.0.1:8080", "http://localhost/x", "http://[::1]:9", "https://a.localhost"])
+@pytest.mark.parametrize(
+    "url", ["http://127.0.0.1:8080", "http://localhost/x", "http://[::1]:9", "https://a.localhost"]
+)
 def test_this_machine_needs_no_permission(url):
     assert check_target(url, allow_remote=False) is False
 

@@ -37,7 +37,8 @@ def test_each_sight_has_its_outcome(seen, outcome):
 
 
 @pytest.mark.parametrize(
-    ("headers", "rung"), [({}, "none"), ({"x-gateway-rung": "hit-l1"}, "hit-l1"), ({"x-gateway-rung": "x" * 99}, "other")]
+    ("headers", "rung"),
+    [({}, "none"), ({"x-gateway-rung": "hit-l1"}, "hit-l1"), ({"x-gateway-rung": "x" * 99}, "other")],
 )
 def test_rungs_are_a_closed_set(headers, rung):
     assert rung_of(headers) == rung

@@ -60,7 +60,9 @@ def test_shares_leave_out_what_is_not_the_service_s_doing():
 
 
 def test_a_failing_service_does_not_look_fast():
-    recorder = recorded(*(ok(latency_s=1.0) for _ in range(5)), *(ok(latency_s=0.001, outcome=Outcome.FAILED) for _ in range(95)))
+    recorder = recorded(
+        *(ok(latency_s=1.0) for _ in range(5)), *(ok(latency_s=0.001, outcome=Outcome.FAILED) for _ in range(95))
+    )
     found = summary(recorder)
     assert found.latency_ms.p50 == pytest.approx(1000, rel=0.01) and found.latency_ms.count == 5
     assert found.ended_ms.count == 100
@@ -137,14 +139,18 @@ def test_a_busy_generator_says_that_it_may_be_the_limit():
 
 
 def test_the_document_has_its_keys():
-    document = json.loads(to_json(summary(recorded(ok(first_s=0.002, chunks=5, streaming_s=0.1)), Limits(max_p99_s=1.0))))
+    document = json.loads(
+        to_json(summary(recorded(ok(first_s=0.002, chunks=5, streaming_s=0.1)), Limits(max_p99_s=1.0)))
+    )
     assert {
         "format", "target", "mix", "arrivals", "seed", "elapsed_s", "sent", "offered_rate", "outcomes", "full_share",
         "failed_share", "latency_ms", "ttft_ms", "by_class", "by_rung", "series", "generator", "limits", "valid", "exit_code",
     } <= set(document)  # fmt: skip
     assert set(document["outcomes"]) == {outcome.value for outcome in Outcome}
     assert set(document["latency_ms"]) == {"count", "mean", "p50", "p90", "p95", "p99", "p999", "max"}
-    assert document["limits"] == [{"name": "latency_p99_ms", "value": document["latency_ms"]["p99"], "limit": 1000.0, "ok": True}]
+    assert document["limits"] == [
+        {"name": "latency_p99_ms", "value": document["latency_ms"]["p99"], "limit": 1000.0, "ok": True}
+    ]
     assert document["stream_chunks_per_s"] == 40.0
 
 

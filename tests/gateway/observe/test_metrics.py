@@ -3,13 +3,13 @@ import msgspec
 from gateway.observe.exposition import exposition, merge
 from gateway.observe.metric_store import Family, Metrics
 from gateway.observe.metrics import MetricsObserver
-from policies.core.events import Attempted, BreakerChanged, Completed
+from policies.core.events import Attempted, BreakerChanged, Completed, Observers
 
 
 def completed(**changes: object) -> Completed:
     event = Completed(
         surface="chat", policy="chatbot@3", tenant="t", priority="normal", rule="r", rung="light", backend="light",
-        outcome="full", status=200, stream=True, seconds=0.2, first_s=0.1, overhead_s=0.0004,
+        outcome="full", status=200, stream=True, seconds=0.2, first_s=0.1, waited_s=0.1996,
         prompt_tokens=5, completion_tokens=7,
     )  # fmt: skip
     return msgspec.structs.replace(event, **changes)
@@ -23,7 +23,7 @@ def exposed(metrics: Metrics) -> str:
 
 def test_a_request_is_counted_once_with_bounded_labels() -> None:
     metrics = Metrics()
-    observer = MetricsObserver(metrics)
+    observer = Observers([MetricsObserver(metrics)])
     observer.on_event(completed())
     observer.on_event(completed(policy="chatbot@4"))
     text = exposed(metrics)
@@ -64,7 +64,7 @@ def test_workers_are_merged_as_each_gauge_declares() -> None:
 
 def test_breakers_and_attempts() -> None:
     metrics = Metrics()
-    observer = MetricsObserver(metrics)
+    observer = Observers([MetricsObserver(metrics)])
     observer.on_event(BreakerChanged(backend="heavy", before="closed", after="open", reason="5 in a row"))
     observer.on_event(Attempted(backend="heavy", outcome="upstream_status", seconds=0.1, first_s=0.1))
     text = exposed(metrics)

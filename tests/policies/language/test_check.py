@@ -40,7 +40,7 @@ class Outer(Section, frozen=True, kw_only=True):
     colours: frozenset[Colour] = frozenset()
     inner: Inner = Inner()
     items: tuple[Inner, ...] = ()
-    table: dict[str, int] = {}
+    table: dict[str, int] = msgspec.field(default_factory=dict)
     place: Path | None = None
     hedge: Later = None
     secret: Annotated[str | None, Meta(extra={"resolved": True})] = None
@@ -76,7 +76,10 @@ def test_values_arrive_in_their_units():
     ("text", "line"),
     [
         ("nam: abc", "f:1:1: unknown key `nam`; did you mean `name`?"),
-        ("name: abc\nzzz: 1", "f:2:1: unknown key `zzz`; known keys: colour, colours, count, inner, items, limit, mode, place, table"),
+        (
+            "name: abc\nzzz: 1",
+            "f:2:1: unknown key `zzz`; known keys: colour, colours, count, inner, items, limit, mode, place, table",
+        ),
         ("name: abc\nsecret: x", "f:2:1: unknown key `secret`"),
         ("name: abc\nhedge: {after: 1s}", "f:2:1: `hedge` is not available in this version; remove it"),
         ("count: 2", "f:1:1: the key `name` is missing"),
@@ -97,7 +100,10 @@ def test_values_arrive_in_their_units():
         ("name: abc\nlimit: [1s]", "f:2:8: `limit` must be a duration such as 300ms, 10s or 1h, not a list"),
         ("name: abc\nmode: tow", "f:2:7: `tow` is no value of `mode`; did you mean `two`?"),
         ("name: abc\ncolour: gren", "f:2:9: `gren` is no value of `colour`; did you mean `green`?"),
-        ("name: abc\ninner: {fast: yes}", "f:2:15: `inner.fast` must be true or false, not `yes`; did you mean `true`?"),
+        (
+            "name: abc\ninner: {fast: yes}",
+            "f:2:15: `inner.fast` must be true or false, not `yes`; did you mean `true`?",
+        ),
         ("name: abc\ninner: {part: 0.3}", "`0.3` has no unit; did you mean 30%?"),
         ("name: abc\ninner: {room: 64MB}", "did you mean 64MiB?"),
         ("name: abc\ninner: {wait_s: 3s}", "unknown key `wait_s` in `inner`; did you mean `wait`?"),
@@ -149,13 +155,16 @@ def test_any_tree_gives_a_value_and_its_problems(tree):
 
 
 @pytest.mark.parametrize(
-    ("text", "seconds"), [("300ms", 0.3), ("10s", 10), ("1.5m", 90), ("1h", 3600), ("7d", 604_800), ("0s", 0), ("5 s", 5)]
+    ("text", "seconds"),
+    [("300ms", 0.3), ("10s", 10), ("1.5m", 90), ("1h", 3600), ("7d", 604_800), ("0s", 0), ("5 s", 5)],
 )
 def test_durations(text, seconds):
     assert duration(text) == pytest.approx(seconds)
 
 
-@pytest.mark.parametrize("text", ["", "s", "-1s", "1e3s", "1h30m", "1..5s", "٣s", "400d", "1 s s", "9" * 400 + "s", "inf", "0x1s"])
+@pytest.mark.parametrize(
+    "text", ["", "s", "-1s", "1e3s", "1h30m", "1..5s", "٣s", "400d", "1 s s", "9" * 400 + "s", "inf", "0x1s"]
+)
 def test_no_durations(text):
     with pytest.raises(UnitError):
         duration(text)

@@ -55,7 +55,13 @@ def test_the_schema_file_is_up_to_date():
 
 def test_the_schema_refuses_what_the_gateway_refuses():
     good = tree(TEXTS["chatbot.yaml"])
-    for change in ({"hedge": {}}, {"deadline": 30}, {"deadline": "30 sec"}, {"verson": 1}, {"ladder": ["heavy", "lite"]}):
+    for change in (
+        {"hedge": {}},
+        {"deadline": 30},
+        {"deadline": "30 sec"},
+        {"verson": 1},
+        {"ladder": ["heavy", "lite"]},
+    ):
         assert not jsonschema_rs.is_valid(policy_schema(), {**good, **change}), change
     assert jsonschema_rs.is_valid(policy_schema(), {**good, "deadline": "1.5m"})
 
@@ -105,7 +111,9 @@ def test_a_mutated_file_is_good_or_refused_with_positions(data):
             where = data.draw(st.integers(0, len(line)))
             lines[at:] = [line[:where], *([""] * (len(lines) - at - 1))]
         else:
-            value = data.draw(st.sampled_from(["[]", "{}", "-1", "'x'", "null", "true", "9s", "*a", "&a 1", "1e99", "|"]))
+            value = data.draw(
+                st.sampled_from(["[]", "{}", "-1", "'x'", "null", "true", "9s", "*a", "&a 1", "1e99", "|"])
+            )
             lines[at] = line.split(":")[0] + ": " + value + "\n"
     try:
         data_bytes = "".join(lines).encode("utf-8", "surrogatepass")

@@ -132,8 +132,13 @@ def test_any_near_yaml_is_read_or_refused(text):
 
 @given(
     st.recursive(
-        st.none() | st.booleans() | st.integers(-(10**17), 10**17) | st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs"]), max_size=20),
-        lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text("abc", min_size=1, max_size=4), inner, max_size=4),
+        st.none()
+        | st.booleans()
+        | st.integers(-(10**17), 10**17)
+        | st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs"]), max_size=20),
+        lambda inner: (
+            st.lists(inner, max_size=4) | st.dictionaries(st.text("abc", min_size=1, max_size=4), inner, max_size=4)
+        ),
         max_leaves=20,
     )
 )

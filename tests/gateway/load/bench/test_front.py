@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 
 import aiohttp
 import msgspec
 import pytest
+from rich.console import Console
 
-from gateway.config import known_backends, load_config
+from gateway.config import load_config
+from gateway.known import known_names
 from gateway.load.bench import targets
 from gateway.load.bench.bare import COMPLETION
 from gateway.load.bench.closed import ClosedLoop
-from gateway.load.bench.front_report import FrontReport, Goal, page, ratio_goal
+from gateway.load.bench.front_report import FrontReport, cpu_ratio, page, ratio_goal
 from gateway.load.bench.generator import Measured, body
+from gateway.load.bench.goals import Goal
 from gateway.load.bench.processes import BenchError, Stage
 from gateway.load.bench.wrk import _parse
 from policies.core.clock import SystemClock
 from policies.language.loader import load_policies
+from routing.heads import Heads
 from tests.support.load_target import Answer, LoadTarget
 
 
@@ -39,6 +44,11 @@ def test_the_ratio_is_the_median_of_pairs():
     assert (goal.value, goal.met, goal.why) == (0.7, True, "")
 
 
+def test_processor_time_makes_a_ratio_where_the_core_was_shared():
+    assert cpu_ratio([(run(rate=100, busy=0.5), run(rate=100, busy=1.0))]) == 0.5
+    assert cpu_ratio([(run(busy=0.0), run())]) is None and cpu_ratio([]) is None
+
+
 def test_pairs_that_do_not_count_are_left_out_while_they_are_few():
     pairs = [(run(rate=100), run(rate=70)), (run(rate=100), run(rate=70)), (run(rate=100, busy=0.5), run(rate=300))]
     assert (ratio_goal("r", pairs, 0.6).value, ratio_goal("r", pairs, 0.6).why) == (0.7, "")
@@ -46,7 +56,11 @@ def test_pairs_that_do_not_count_are_left_out_while_they_are_few():
 
 @pytest.mark.parametrize(
     ("bad", "why"),
-    [(run("nginx", busy=0.8), "nginx was only 80%"), (run("g", load=0.99), "generator"), (run("g", failed=3), "3 requests")],
+    [
+        (run("nginx", busy=0.8), "nginx had only 80%"),
+        (run("g", load=0.99), "generator"),
+        (run("g", failed=3), "3 requests"),
+    ],
 )
 def test_a_ratio_does_not_count_when_something_else_was_the_limit(bad, why):
     goal = ratio_goal("r", [(run(), bad)], 0.6)
@@ -63,13 +77,11 @@ def test_a_ratio_does_not_count_when_something_else_was_the_limit(bad, why):
     ],
 )
 def test_goals_decide_the_exit_code_and_are_printed(goals, code):
-    from rich.console import Console
-
     report = FrontReport(
         generator="wrk", upstream="nginx", pinned=True, rounds=1, seconds=1, shortened="much", goals=goals, notes=["n"], runs=[run()]
     )  # fmt: skip
     assert report.exit_code == code
-    console = Console(record=True, width=120, quiet=True)
+    console = Console(file=io.StringIO(), width=120, record=True)
     console.print(page(report))
     text = console.export_text()
     assert "shortened: much" in text and "note: n" in text and "a 0." in text
@@ -80,7 +92,7 @@ def test_goals_decide_the_exit_code_and_are_printed(goals, code):
 def test_the_bench_s_own_files_are_valid(tmp_path):
     config = load_config(targets.write_gateway_files(tmp_path, 1, 2, "http://127.0.0.1:3"), {"HOME": str(tmp_path)})
     assert set(config.backends) == {"heavy"} and config.models == {}
-    assert load_policies(config.policies_dir, known_backends(config))
+    assert load_policies(config.policies_dir, known_names(config, Heads()))
 
 
 def test_the_salt_is_all_that_differs():
@@ -96,7 +108,9 @@ def test_the_result_of_wrk_is_read_or_shown():
 
 
 async def test_bare_servers_answer_as_asked_and_are_ended(stage):
-    like = targets.Sample("hit-l1", '{"a":1}', {"Content-Type": "application/json", "Date": "d", "x-one": "1", "x-two": "2"})
+    like = targets.Sample(
+        "hit-l1", '{"a":1}', {"Content-Type": "application/json", "Date": "d", "x-one": "1", "x-two": "2"}
+    )
     port = targets.free_port()
     url = f"http://127.0.0.1:{port}"
     upstream = stage.python("upstream", "gateway.load.bench.bare", "upstream", str(port))
@@ -128,10 +142,10 @@ def rungs(*names):
 
 async def test_the_bench_checks_that_hits_are_hits():
     async with LoadTarget(rungs("heavy", "heavy", "hit-l1")) as target:
-        assert (await targets.check_rungs(target.url)).rung == "hit-l1"
+        assert (await targets.check_rungs(target.url, 1)).rung == "hit-l1"
     async with LoadTarget(rungs("heavy", "heavy", "heavy")) as target:
         with pytest.raises(BenchError, match="store"):
-            await targets.check_rungs(target.url)
+            await targets.check_rungs(target.url, 1)
     async with LoadTarget(lambda _: Answer(404)) as target:
         with pytest.raises(BenchError, match="404"):
-            await targets.check_rungs(target.url)
+            await targets.check_rungs(target.url, 1)
