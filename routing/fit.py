@@ -15,7 +15,7 @@ from routing.view import HEAD_CHARS, TAIL_CHARS
 Floats = NDArray[np.float64]
 
 #: Scale of the two length columns beside the n-gram columns; the penalty on their weights follows from it.
-_LENGTH_SCALE = 0.3
+LENGTH_SCALE = 0.3
 LENGTHS = 2
 
 
@@ -37,7 +37,7 @@ class HashedRows:
         self._norm = 1.0 / np.sqrt(np.maximum(counts, 1))
         log_words = np.log1p(words)
         lengths = np.stack([log_words - LOG_WORDS_CENTRE, np.minimum(0.0, log_words - LOG_WORDS_SHORT)], 1)
-        self._lengths = lengths * _LENGTH_SCALE
+        self._lengths = lengths * LENGTH_SCALE
         self.idf = self._document_frequency(len(found)) if idf is None else idf
 
     def _document_frequency(self, texts: int) -> Floats:
@@ -59,10 +59,6 @@ class HashedRows:
         """rows.T @ values: [2**bits + 2] for `values` [texts]."""
         table = np.bincount(self._columns, (values * self._norm)[self._rows], minlength=self.size) * self.idf
         return np.concatenate([table, values @ self._lengths])
-
-    def table(self, fitted: Floats) -> tuple[Floats, Floats]:
-        """The table and the two length weights that a head uses, from fitted weights."""
-        return fitted[:-LENGTHS] * self.idf, fitted[-LENGTHS:] * _LENGTH_SCALE
 
 
 def _as_served(text: str) -> bytes:
@@ -99,16 +95,17 @@ def fit_logistic(rows: HashedRows, labels: Floats, weight: Floats, l2: float, it
     return weights, bias
 
 
-def fit_correction(
+def fit_correction(  # noqa: PLR0917
     rows: HashedRows, offset: Floats, labels: Floats, share: Floats, quiet: Floats, penalty: tuple[float, int]
 ) -> Floats:
-    """Weights c that move some rows to their labels and leave others where they are.
+    """Weights c that move some rows to their labels and leave others where they are. The column of L is not used.
 
     Minimises sum of share * log loss(offset + rows @ c, labels) + sum of quiet * (rows @ c)**2 / 2 + l2 / 2 |c|**2.
     `share` and `quiet` are [texts], each zero where the other counts; `penalty` = (l2, iterations).
     """
     l2, iterations = penalty
     weights = np.zeros(rows.size + LENGTHS)
+    fixed = rows.size  # the weight of L belongs to the labelled pairs alone
     ahead = weights
     momentum = 1.0
     curvature = _largest_curvature(rows, share / 4.0 + quiet) + l2
@@ -116,6 +113,7 @@ def fit_correction(
         moved = rows.times(ahead)
         slope = (sigmoid(offset + moved) - labels) * share + moved * quiet
         stepped = ahead - (rows.transposed_times(slope) + l2 * ahead) / curvature
+        stepped[fixed] = 0.0
         following = (1.0 + math.sqrt(1.0 + 4.0 * momentum * momentum)) / 2.0
         ahead = stepped + (momentum - 1.0) / following * (stepped - weights)
         weights, momentum = stepped, following
@@ -125,10 +123,10 @@ def fit_correction(
 def _largest_curvature(rows: HashedRows, share: Floats) -> float:
     """Largest eigenvalue of rows.T diag(share) rows, from below within a few per cent, with a margin on top."""
     vector = np.random.default_rng(0).normal(size=rows.size + LENGTHS)
-    for _ in range(8):
+    for _ in range(20):
         vector /= np.linalg.norm(vector)
         vector = rows.transposed_times(rows.times(vector) * share)
-    return float(np.linalg.norm(vector)) * 1.05
+    return float(np.linalg.norm(vector)) * 1.1
 
 
 def fit_ridge(vectors: Floats, target: Floats, weight: Floats, penalty: float) -> tuple[Floats, float]:

@@ -36,9 +36,9 @@ MAX_FILE_BYTES = 16 * 1024 * 1024
 SHIPPED = Path(__file__).parent / "data"
 
 #: The length terms of the lexical head, in L = log(1 + words): `length_weight` counts from 54 words on in both
-#: directions, `short_weight` only below 24 words, where the words themselves say little.
+#: directions, `short_weight` only below 14 words, where the words themselves say little.
 LOG_WORDS_CENTRE = 4.0
-LOG_WORDS_SHORT = 3.2
+LOG_WORDS_SHORT = 2.7
 
 
 class ArraySpec(msgspec.Struct, frozen=True):
@@ -76,7 +76,7 @@ class HeadFileError(ValueError):
 
 
 class LexicalHead:
-    """logit = bias + length_weight * (L - 4) + short_weight * min(0, L - 3.2) + sum of table[index] / sqrt(indices).
+    """logit = bias + length_weight * (L - 4) + short_weight * min(0, L - 2.7) + sum of table[index] / sqrt(indices).
 
     L = log(1 + words); the indices are those of `ngrams`, 2 * words - 1 of them.
     """

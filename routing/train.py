@@ -7,8 +7,9 @@ What orders prompts best is not "the weak model fails" (both may fail) but how m
 * embedding: ridge regression of (strong right - weak right) on the sentence vector.
 
 Either is calibrated on out-of-fold logits (`fit_calibration`): 0.5 = the odds of the labelled pairs as a whole.
-A few everyday and hard prompts of our own (`data/everyday.jsonl`, English and Chinese) are mixed in, since labelled pairs
-are exam questions and know nothing of greetings.
+Labelled pairs are exam questions and know nothing of greetings. So the lexical head has a second stage: a correction that
+moves a few everyday and hard prompts of our own (`data/everyday.jsonl`, English and Chinese) to their side of 0.5, while
+the exam questions are held where they are.
 """
 
 from __future__ import annotations
@@ -21,7 +22,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from routing.fit import Floats, HashedRows, fit_calibration, fit_logistic, fit_ridge
+from routing.fit import (
+    LENGTH_SCALE,
+    LENGTHS,
+    Floats,
+    HashedRows,
+    fit_calibration,
+    fit_correction,
+    fit_logistic,
+    fit_ridge,
+)
 from routing.heads import SUFFIX, Calibration, EmbeddingHead, Header, LexicalHead, write_head
 from routing.pairs import Pairs, folds_of
 
@@ -40,6 +50,11 @@ class TrainOptions:
     iterations: int = 80
     ridge: float = 30.0
     folds: int = 5
+    #: Second stage: how strongly labelled pairs are held, and how many of them.
+    hold: float = 100.0
+    held_rows: int = 2_000
+    correction_l2: float = 1e-4
+    correction_iterations: int = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,45 +73,87 @@ class Trained:
 
 
 @dataclass(frozen=True, slots=True)
-class LexicalFit:
-    """The difference of the two logistic regressions: table float64 [2**bits], and the two numbers beside it."""
+class LinearFit:
+    """A linear function of hashed n-grams, as fitted: weights for columns scaled by `idf`, and a bias."""
 
-    table: Floats
-    length_weight: float
+    idf: Floats
+    weights: Floats
     bias: float
 
+    def logits(self, texts: list[str], bits: int) -> Floats:
+        return HashedRows(texts, bits, self.idf).times(self.weights) + self.bias
 
-def fit_lexical(pairs: Pairs, options: TrainOptions, held_out: list[str] | None = None) -> tuple[LexicalFit, Floats]:
-    """Fit on `pairs`; returns the fit and the logits of `held_out`."""
+    def table(self) -> tuple[Floats, Floats]:
+        """float64 [2**bits] and the two length weights, as a head stores them."""
+        return self.weights[:-LENGTHS] * self.idf, self.weights[-LENGTHS:] * LENGTH_SCALE
+
+
+def fit_gain(pairs: Pairs, options: TrainOptions) -> LinearFit:
+    """First stage: logit P(strong right) - logit P(weak right)."""
     rows = HashedRows(pairs.prompts, options.bits)
     weak, weak_bias = fit_logistic(rows, pairs.weak, pairs.weight, options.l2, options.iterations)
     strong, strong_bias = fit_logistic(rows, pairs.strong, pairs.weight, options.l2, options.iterations)
-    gain, bias = strong - weak, strong_bias - weak_bias
-    table, length_weight = rows.weights(gain)
-    logits = HashedRows(held_out, options.bits, rows.idf).times(gain) + bias if held_out else np.empty(0)
-    return LexicalFit(table, length_weight, bias), logits
+    return LinearFit(rows.idf, strong - weak, strong_bias - weak_bias)
 
 
-def train_lexical(pairs: Pairs, options: TrainOptions, about: dict[str, Any], progress: Progress) -> Trained:
-    """The lexical head of `pairs`, its table stored in half precision."""
-    fold = folds_of(len(pairs), options.folds)
-    logits = np.zeros(len(pairs))
+def fit_everyday(
+    gain: LinearFit, calibration: Calibration, pairs: Pairs, everyday: Pairs, options: TrainOptions
+) -> LinearFit:
+    """Second stage: what to add to `gain` so that everyday prompts come out on their side of 0.5."""
+    held = pairs.take(np.arange(len(pairs))[: options.held_rows])
+    both = held.with_rows(everyday)
+    own = np.arange(len(both)) >= len(held)
+    needed = both.needed
+    offset = calibration.scale * (gain.logits(both.prompts, options.bits) - calibration.centre)
+    # Simple and hard prompts weigh alike in sum.
+    share = own * np.where(needed > 0, 0.5 / max(1.0, needed[own].sum()), 0.5 / max(1.0, (1.0 - needed[own]).sum()))
+    quiet = np.where(own, 0.0, options.hold / len(held))
+    rows = HashedRows(both.prompts, options.bits)
+    penalty = (options.correction_l2, options.correction_iterations)
+    weights = fit_correction(rows, offset, needed, share, quiet, penalty)
+    return LinearFit(rows.idf, weights / calibration.scale, 0.0)
+
+
+def train_lexical(
+    pairs: Pairs, everyday: Pairs | None, options: TrainOptions, about: dict[str, Any], progress: Progress
+) -> Trained:
+    """The lexical head of `pairs`, corrected for `everyday`; its table is stored in half precision.
+
+    `out_of_fold` has the logits of `pairs`, then those of `everyday`.
+    """
+    bits, count = options.bits, len(pairs)
+    both = pairs.with_rows(everyday) if everyday is not None else pairs
+    fold = np.concatenate([folds_of(count, options.folds), folds_of(len(both) - count, options.folds)])
+    logits = np.zeros(len(both))
+    gains = []
     for part in range(options.folds):
         progress(f"lexical head: fold {part + 1} of {options.folds}")
         test = np.flatnonzero(fold == part)
-        train = pairs.take(np.flatnonzero(fold != part))
-        logits[test] = fit_lexical(train, options, [pairs.prompts[row] for row in test])[1]
+        gains.append(fit_gain(pairs.take(np.flatnonzero(fold[:count] != part)), options))
+        logits[test] = gains[-1].logits([both.prompts[row] for row in test], bits)
+    calibration = _calibrate(logits[:count], pairs)
+    if everyday is not None:
+        for part, gain in enumerate(gains):
+            test = np.flatnonzero(fold == part)
+            exam, own = pairs.take(np.flatnonzero(fold[:count] != part)), np.flatnonzero(fold[count:] != part)
+            correction = fit_everyday(gain, calibration, exam, everyday.take(own), options)
+            logits[test] += correction.logits([both.prompts[row] for row in test], bits)
     progress("lexical head: all rows")
-    fit, _ = fit_lexical(pairs, options)
+    gain = fit_gain(pairs, options)
+    table, lengths = gain.table()
+    if everyday is not None:
+        more_table, more_lengths = fit_everyday(gain, calibration, pairs, everyday, options).table()
+        table, lengths = table + more_table, lengths + more_lengths
     header = Header(
         kind=LexicalHead.kind,
         arrays=(),
-        calibration=_calibrate(logits, pairs),
-        bias=fit.bias,
-        length_weight=fit.length_weight,
+        calibration=calibration,
+        bias=gain.bias,
+        length_weight=float(lengths[0]),
+        short_weight=float(lengths[1]),
         about=about,
     )
-    return Trained(header, {"table": fit.table.astype(np.float16)}, logits)
+    return Trained(header, {"table": table.astype(np.float16)}, logits)
 
 
 def train_embedding(

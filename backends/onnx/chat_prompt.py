@@ -17,7 +17,8 @@ from backends.onnx.manifest import ModelDamaged
 TEMPLATE_NAME = "chat_template.jinja"
 TOKENIZER_NAME = "tokenizer.json"
 
-# Two private-use characters; those that a text brings itself are dropped, so that no mark can be forged.
+# Two private-use characters round a control token in a message. Those that a text brings itself only separate: a forged
+# mark makes plain text of what stands inside, and what it parts is never joined again.
 _OPEN, _CLOSE = "\U000f0000", "\U000f0001"
 
 #: OpenAI's roles as templates know them. `developer` is the newer name of `system`.
@@ -79,7 +80,6 @@ class ChatPrompt:
         return text
 
     def _mark(self, content: str) -> str:
-        content = content.replace(_OPEN, "").replace(_CLOSE, "")
         return self._control.sub(f"{_OPEN}\\g<0>{_CLOSE}", content)
 
     def _encode_marked(self, text: str) -> list[int]:

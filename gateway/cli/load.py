@@ -66,7 +66,9 @@ class WhatOptions:
     file: Annotated[Path | None, typer.Option(help="JSONL file of request bodies.", rich_help_panel=_WHAT)] = None
     model: Annotated[
         str | None,
-        typer.Option(help="Model name or policy alias (auto; tensor: recommend).", rich_help_panel=_WHAT),
+        typer.Option(
+            help="Model name or policy alias (auto; tensor: recommend; embeddings: auto-embed).", rich_help_panel=_WHAT
+        ),
     ] = None
     prompts: Annotated[int, typer.Option(help="Distinct prompts, or users.", rich_help_panel=_WHAT)] = 200
     zipf: Annotated[float, typer.Option(help="Zipf exponent of their popularity.", rich_help_panel=_WHAT)] = 1.0
@@ -80,7 +82,7 @@ class WhatOptions:
         shares = share(self.heavy), share(self.stream), share(self.unique)
         chat = ChatOptions(self.model or "auto", self.prompts, self.zipf, *shares, self.max_tokens)
         tensor = TensorOptions(self.model or "recommend", self.prompts, self.zipf)
-        return MixPlan(kind, chat, tensor, self.model or "auto", self.file)
+        return MixPlan(kind, chat, tensor, self.model or "auto-embed", self.file)
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,26 +82,32 @@ class ChatCodec:
 
 
 def _check_messages(messages: Any) -> None:
-    require(type(messages) is list and len(messages) > 0, "`messages` must be a non-empty list.", "messages")
-    for index, message in enumerate(messages):
-        where = f"messages[{index}]"
-        require(type(message) is dict, f"`{where}` must be an object.", where)
-        role = message.get("role")
-        require(type(role) is str and role != "", f"`{where}.role` must be a non-empty string.", f"{where}.role")
-        content = message.get("content")
-        if type(content) is list:
-            for part in content:
-                require(
-                    type(part) is dict and type(part.get("type")) is str,
-                    f"each part of `{where}.content` must be an object with a `type`.",
-                    f"{where}.content",
-                )
-        else:
-            require(
-                content is None or type(content) is str,
-                f"`{where}.content` must be a string, a list of parts, or null.",
-                f"{where}.content",
-            )
+    if type(messages) is not list or not messages:
+        raise InvalidRequest("`messages` must be a non-empty list.", "messages")
+    for message in messages:
+        # Sentences are made only for a fault; this runs for every message of every request.
+        if type(message) is dict:
+            role, content = message.get("role"), message.get("content")
+            if type(role) is str and role and (type(content) is str or content is None or _are_parts(content)):
+                continue
+        raise _message_fault(messages.index(message), message)
+
+
+def _are_parts(content: Any) -> bool:
+    return type(content) is list and all(type(part) is dict and type(part.get("type")) is str for part in content)
+
+
+def _message_fault(index: int, message: Any) -> InvalidRequest:
+    where = f"messages[{index}]"
+    if type(message) is not dict:
+        return InvalidRequest(f"`{where}` must be an object.", where)
+    role = message.get("role")
+    if type(role) is not str or not role:
+        return InvalidRequest(f"`{where}.role` must be a non-empty string.", f"{where}.role")
+    return InvalidRequest(
+        f"`{where}.content` must be a string, null, or a list of parts, each an object with a `type`.",
+        f"{where}.content",
+    )
 
 
 def _check_field(name: str, value: Any, expected: tuple[tuple[type, ...], str]) -> None:

@@ -93,7 +93,7 @@ class MixPlan:
     kind: str = "chat"
     chat: ChatOptions = ChatOptions()
     tensor: TensorOptions = TensorOptions()
-    embeddings_model: str = "auto"
+    embeddings_model: str = "auto-embed"
     file: Path | None = None
 
     def build(self, rng: random.Random) -> Mix:

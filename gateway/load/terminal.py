@@ -53,7 +53,7 @@ def _head(summary: Summary) -> RenderableType:
 
 
 def _times(summary: Summary) -> Table:
-    table = _table("ms from the intended send time", "count", "mean", "p50", "p90", "p95", "p99", "p99.9", "max")
+    table = _table("ms from intended send", "count", "mean", "p50", "p90", "p95", "p99", "p99.9", "max")
     rows = (
         ("latency", summary.latency_ms),
         ("first token", summary.ttft_ms),
@@ -112,7 +112,7 @@ def _verdict(summary: Summary) -> list[RenderableType]:
 
 def _table(first: str, *others: str) -> Table:
     table = Table(box=None, pad_edge=False, title=None)
-    table.add_column(first, style="bold")
+    table.add_column(first, style="bold", no_wrap=True)
     for name in others:
         table.add_column(name, justify="right")
     return table

@@ -124,6 +124,17 @@ def free_port() -> int:
         return port
 
 
+def is_free(port: int) -> bool:
+    """Does nobody listen on this loopback port? Else somebody else's answers would be taken for our server's."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+        return True
+
+
 def cpu_of(pid: int) -> float:
     """Processor seconds of a process and its living descendants so far."""
     return sum(_cpu_ticks(member) for member in _family(pid)) / _TICKS_PER_S

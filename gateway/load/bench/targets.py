@@ -14,7 +14,7 @@ import msgspec
 from gateway.config import load_config
 from gateway.load.bench.bare import CHAT_PATH, COMPLETION, FixedAnswer
 from gateway.load.bench.generator import body
-from gateway.load.bench.processes import BenchError, Server, Stage, free_port
+from gateway.load.bench.processes import BenchError, Server, Stage, free_port, is_free
 from gateway.load.outcome import RUNG_HEADER
 from routing.heads import Heads
 
@@ -143,12 +143,18 @@ async def start_gateway(stage: Stage, upstream: str) -> Target:
 
 
 async def start_full_gateway(stage: Stage) -> str:
-    """`gateway serve --with-stand-in` as an operator starts it, with its configured ports; returns the base URL.
+    """`gateway serve --with-stand-in` as an operator starts it, on its configured ports; returns the base URL.
 
     Not pinned: a real model takes the cores it is given.
     """
-    listen = load_config(None, os.environ).listen
-    url = f"http://127.0.0.1:{listen.port}"
+    config = load_config(None, os.environ)
+    for port in (config.listen.port, config.admin.port):
+        if not is_free(port):
+            raise BenchError(
+                f"port {port} is in use, so no gateway can be started; name the running one: "
+                f"gateway bench models http://127.0.0.1:{config.listen.port}"
+            )
+    url = f"http://127.0.0.1:{config.listen.port}"
     command = [sys.executable, "-m", "gateway.cli.main", "serve", "--with-stand-in"]
     server = stage.start("gateway", None, command)
     await stage.until_answers(server, url + "/readyz", limit_s=120.0, only_ok=True)

@@ -19,7 +19,7 @@ from gateway.load.bench.closed import ClosedLoop
 from gateway.load.bench.front_report import FrontReport, cpu_ratio, page, ratio_goal
 from gateway.load.bench.generator import Measured, body
 from gateway.load.bench.goals import Goal
-from gateway.load.bench.processes import BenchError, Stage
+from gateway.load.bench.processes import BenchError, Stage, is_free
 from gateway.load.bench.wrk import _parse
 from policies.core.clock import SystemClock
 from policies.language.loader import load_policies
@@ -134,6 +134,13 @@ async def test_a_server_that_ends_at_once_is_reported_with_its_words(stage):
     server = stage.python("broken", "gateway.load.bench.bare", "nonsense", "1")
     with pytest.raises(BenchError, match="unknown server 'nonsense'"):
         await stage.until_answers(server, "http://127.0.0.1:9/")
+
+
+async def test_a_port_in_use_is_seen():
+    async with LoadTarget() as target:
+        port = int(target.url.rpartition(":")[2])
+        assert not is_free(port)
+    assert is_free(port)
 
 
 def rungs(*names):

@@ -1,0 +1,264 @@
+"""A whole gateway for black-box tests: configuration files on disk, then in this event loop or as a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from gateway.app import build_worker, builtin_policies
+from gateway.config import load_config
+from gateway.control.admin import AdminAccess, admin_app
+from gateway.control.hub import InProcessHub, WorkerPort
+from gateway.control.policy_store import PolicyStore
+from gateway.control.supervisor import Supervisor
+from gateway.control.watch import Watcher
+from gateway.control.worker import Worker
+from gateway.known import known_names
+from gateway.observe.logs import LogObserver
+from policies.core.clock import SystemClock
+from routing.heads import Heads
+from tests.support.gateway_client import Client
+
+#: What the gateway sends its heavy backend as credential.
+CREDENTIAL = "sk-upstream-credential-0123456789"
+DEFAULT_TEXT = "Sorry, no answer right now."
+
+
+def chat_policy(**changes: Any) -> dict[str, Any]:
+    """The test's chat policy: `prove` goes to heavy, the rest to light. `changes` are merged in; None takes a key out."""
+    base = {
+        "policy": "support",
+        "version": 3,
+        "match": {"aliases": ["auto"], "surfaces": ["chat"], "backends": ["heavy", "light"]},
+        "deadline": "5s",
+        "timeouts": {"first_token": "3s", "idle": "3s", "total": "60s"},
+        "classify": {"signals": {"thinking": {"kind": "keywords", "any": ["prove"]}}},
+        "routes": [
+            {"name": "hard", "when": {"signal": "thinking", "at_least": 0.5}, "to": "heavy"},
+            {"name": "easy", "to": "light"},
+        ],
+        "ladder": ["heavy", "light", "stale", "default"],
+        "default_answer": {"text": DEFAULT_TEXT},
+        "cache": {"scope": "tenant", "store": "all", "result": {"ttl": "10m", "swr": "1m", "stale": "1h"}},
+    }
+    return _merged(base, changes)
+
+
+def tensor_policy(**changes: Any) -> dict[str, Any]:
+    """The test's tensor policy: everything to `scorer`, then stale, then canned tensors."""
+    base = {
+        "policy": "scoring",
+        "version": 2,
+        "match": {"aliases": ["recommend"], "surfaces": ["tensor"]},
+        "deadline": "5s",
+        "routes": [{"name": "score", "to": "scorer"}],
+        "ladder": ["heavy", "stale", "default"],
+        "default_answer": {"tensors": {"x": [0.25, 0.75]}},
+        "cache": {"scope": "tenant", "store": "all", "result": {"ttl": "10m", "swr": "1m", "stale": "1h"}},
+    }
+    return _merged(base, changes)
+
+
+def _merged(base: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    whole = dict(base)
+    for key, value in changes.items():
+        if value is None:
+            whole.pop(key, None)
+        elif isinstance(value, Mapping) and isinstance(whole.get(key), dict):
+            whole[key] = _merged(whole[key], value)
+        else:
+            whole[key] = value
+    return whole
+
+
+def write_policies(folder: Path, *policies: dict[str, Any]) -> None:
+    """One file a policy, in JSON, which is YAML."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for policy in policies:
+        fresh = folder / f".{policy['policy']}.new"
+        fresh.write_text(json.dumps(policy, indent=1) + "\n")
+        fresh.rename(folder / f"{policy['policy']}.yaml")
+
+
+def write_config(folder: Path, upstream: str, *policies: dict[str, Any], **sections: Any) -> Path:
+    """`gateway.yaml` and the policies in `folder`; `sections` are merged into a configuration with two chat backends and
+    one for tensors at the scripted `upstream`. The backend NAME asks for the model NAME-model."""
+    chat = {"kind": "openai", "base_url": f"{upstream}/v1"}
+    base = {
+        "listen": {"port": 0},
+        "admin": {"port": 0},
+        "drain": "2s",
+        "models_dir": str(folder / "models"),
+        "backends": {
+            "heavy": {**chat, "model": "heavy-model", "credential_env": "TEST_CREDENTIAL"},
+            "light": {**chat, "model": "light-model", "role": "light"},
+            "scorer": {"kind": "oip", "base_url": upstream, "model": "scorer-model"},
+        },
+    }
+    write_policies(folder / "policies", *(policies or (chat_policy(), tensor_policy())))
+    path = folder / "gateway.yaml"
+    path.write_text(json.dumps(_merged(base, sections), indent=1) + "\n")
+    return path
+
+
+def environment(folder: Path) -> dict[str, str]:
+    return {"GATEWAY_HOME": str(folder / "home"), "HOME": str(folder), "TEST_CREDENTIAL": CREDENTIAL}
+
+
+class MovableClock(SystemClock):
+    """The machine's clock, which a test may put forward: what is stored ages, what waits comes due. Never in mid-request."""
+
+    __slots__ = ("_ahead",)
+
+    def __init__(self) -> None:
+        self._ahead = 0.0
+
+    def now(self) -> float:
+        return super().now() + self._ahead
+
+    def wall(self) -> float:
+        return super().wall() + self._ahead
+
+    def advance(self, seconds: float) -> None:
+        self._ahead += seconds
+
+
+@cache
+def shipped_heads() -> Heads:
+    """Read once: head files never change while tests run."""
+    return Heads.shipped()
+
+
+@dataclass(frozen=True)
+class Gateway:
+    """One gateway that runs in this event loop."""
+
+    folder: Path
+    clock: MovableClock
+    worker: Worker
+    client: Client
+    url: str
+    admin_url: str
+
+
+@asynccontextmanager
+async def gateway_here(config_path: Path, env: Mapping[str, str], *, watch: bool = False) -> AsyncIterator[Gateway]:
+    """Data and admin listener on free ports. `watch`: policy and key files are watched, as `serve` does."""
+    config = load_config(config_path, env)
+    clock, heads = MovableClock(), shipped_heads()
+    store = PolicyStore.open(
+        config.policies_dir, known_names(config, heads), clock, builtin_policies(config), config.state_dir / "policies"
+    )
+    hub, port = InProcessHub(), WorkerPort("worker-1")
+    hub.attach(port)
+    async with AsyncExitStack() as stack:
+        worker = build_worker(config, store.current, heads, clock, port)
+        supervisor = Supervisor(config, store, clock, hub, LogObserver())
+        stack.push_async_callback(worker.stop)
+        await worker.start()
+        access = AdminAccess(config.admin.token, config.admin.view_token)
+        runner = web.AppRunner(admin_app(hub, access, supervisor.reload_policies), access_log=None)
+        stack.push_async_callback(runner.cleanup)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        if watch:
+            watcher = Watcher([config.policies_dir, config.keys_file], supervisor._on_change, clock)
+            stack.push_async_callback(_cancel, asyncio.create_task(watcher.run()))
+        url, admin_url = f"http://127.0.0.1:{worker.bound_port}", f"http://127.0.0.1:{runner.addresses[0][1]}"
+        client = Client(url, admin_url)
+        stack.push_async_callback(client.aclose)
+        await worker.ready()
+        yield Gateway(config_path.parent, clock, worker, client, url, admin_url)
+
+
+async def _cancel(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+class GatewayProcess:
+    """`gateway serve` as a process of its own."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+        self.lines: list[str] = []
+        self.errors = ""
+        self.url = ""
+        self.admin_url = ""
+        assert process.stdout is not None
+        assert process.stderr is not None
+        self._reading = [
+            asyncio.create_task(self._read_lines(process.stdout)),
+            asyncio.create_task(self._read_errors(process.stderr)),
+        ]
+
+    @classmethod
+    async def start(cls, config_path: Path, env: Mapping[str, str], *arguments: str) -> GatewayProcess:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "gateway.cli.main", "serve", "--config", str(config_path), *arguments,
+            env={**{name: os.environ[name] for name in ("PATH", "LANG") if name in os.environ}, **env},
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            limit=1 << 20,
+        )  # fmt: skip
+        return cls(process)
+
+    async def _read_lines(self, stream: asyncio.StreamReader) -> None:
+        while line := await stream.readline():
+            self.lines.append(line.decode())
+
+    async def _read_errors(self, stream: asyncio.StreamReader) -> None:
+        while piece := await stream.read(65536):
+            self.errors += piece.decode()
+
+    @property
+    def output(self) -> str:
+        return "".join(self.lines) + self.errors
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        """The log lines of one event."""
+        told = [json.loads(line) for line in self.lines]
+        return [line for line in told if line["event"] == name]
+
+    async def ready(self, within_s: float = 20.0) -> Client:
+        """A client, once the process says that it is ready."""
+        async with asyncio.timeout(within_s):
+            while not self.events("ready"):
+                if self._process.returncode is not None:
+                    raise AssertionError(f"it ended with {self._process.returncode}: {self.output}")
+                await asyncio.sleep(0.01)
+        told = self.events("ready")[0]
+        self.url, self.admin_url = told["data"], told["admin"]
+        return Client(self.url, self.admin_url)
+
+    def signal(self, number: signal.Signals = signal.SIGTERM) -> None:
+        self._process.send_signal(number)
+
+    async def ended(self, within_s: float = 15.0) -> int:
+        """The exit code."""
+        async with asyncio.timeout(within_s):
+            code = await self._process.wait()
+        await asyncio.gather(*self._reading)
+        return code
+
+    async def kill(self) -> None:
+        """For the end of a test: whatever it does, it is over."""
+        if self._process.returncode is None:
+            self._process.kill()
+        await self.ended()
+
+
+#: The fixtures `start` and `serve`.
+Start = Callable[..., Awaitable[Gateway]]
+Serve = Callable[..., Awaitable[GatewayProcess]]
