@@ -31,7 +31,7 @@ from gateway.edge.listener import Listener
 from gateway.latency import FirstOutputs
 from gateway.models import MODEL_KINDS, ModelSlots
 from gateway.observe.logs import LogObserver
-from gateway.observe.metric_store import Family, Metrics, gauges
+from gateway.observe.metric_store import Family, Metrics, Sample, gauges
 from gateway.observe.metrics import MetricsObserver
 from gateway.observe.recent import RecentRequests
 from gateway.pipeline import Book, Pipeline, Stages
@@ -58,6 +58,18 @@ class Built:
     backends: dict[str, Backend]
     slots: tuple[Slot, ...]
     models: ModelSlots
+    remotes: dict[str, OpenAIBackend]
+
+    def families(self) -> list[Family]:
+        """What remote backends count by themselves."""
+        calls = [Sample((name,), [float(backend.in_flight)]) for name, backend in self.remotes.items()]
+        skipped = [Sample((name,), [float(backend.skipped_events)]) for name, backend in self.remotes.items()]
+        return [
+            Family("gateway_upstream_in_flight", "Calls under way.", "gauge", ("backend",), "sum", calls),
+            Family(
+                "gateway_upstream_events_skipped", "Malformed stream lines.", "counter", ("backend",), "sum", skipped
+            ),
+        ]
 
 
 def known_names(config: Config, heads: Heads) -> Known:
@@ -85,6 +97,7 @@ def build_backends(config: Config, clock: Clock, observer: Observer) -> Built:
     models = ModelSlots(config, clock, observer)
     backends: dict[str, Backend] = {}
     slots: list[Slot] = []
+    remotes: dict[str, OpenAIBackend] = {}
     for name, spec in config.backends.items():
         inner: Backend
         if spec.kind in MODEL_KINDS:
@@ -92,9 +105,11 @@ def build_backends(config: Config, clock: Clock, observer: Observer) -> Built:
             slots.append(slot)
         else:
             inner = _remote(name, spec, clock)
+            if isinstance(inner, OpenAIBackend):
+                remotes[name] = inner
         options = GuardOptions(breaker=spec.breaker, limit=spec.limiter)
         backends[name] = Guarded(Injector(inner), options, clock=clock, observer=observer, random=random.random)
-    return Built(backends, tuple(slots), models)
+    return Built(backends, tuple(slots), models, remotes)
 
 
 def _remote(name: str, spec: BackendSettings, clock: Clock) -> Backend:
@@ -151,6 +166,7 @@ def build_worker(config: Config, policies: PolicySet, heads: Heads, clock: Clock
     limits = edge_limits(config)
     edge = HttpEdge(pipeline, readiness, clock, limits, compilers.expose)
     metrics.source(_cache_families(cache, flights, store))
+    metrics.source(built.families)
     closers: list[Any] = [item for item in (built.models.embedder, store) if item is not None]
     return Worker(
         WorkerParts(

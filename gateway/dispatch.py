@@ -73,22 +73,19 @@ class Dispatcher:
         if key is None:
             return await backend.infer(request, deadline)
         store = self._storer(attempt, key)
-        if attempt.exchange.controls.no_cache:
-            answer = await backend.infer(request, deadline)
-            store(answer)
-            return answer
-        return await self._flights.whole(key, lambda shared: backend.infer(request, shared), deadline, store)
+        flight = _flight_key(attempt, key)
+        return await self._flights.whole(flight, lambda shared: backend.infer(request, shared), deadline, store)
 
     async def _committed(self, attempt: Attempt, deadline: Deadline) -> tuple[list[Chunk], AsyncIterator[Chunk]]:
         backend, request = attempt.backend, attempt.exchange.request
         assert isinstance(request, ChatRequest)
         key = self._shared_key(attempt)
-        if key is None or attempt.exchange.controls.no_cache:
+        if key is None:
             chunks = backend.stream(request, deadline)
         else:
             store = self._storer(attempt, key)
             chunks = self._flights.stream(
-                key,
+                _flight_key(attempt, key),
                 lambda shared: backend.stream(request, shared),
                 deadline,
                 lambda log: store(assemble([chunk.data for chunk in log])),
@@ -131,6 +128,11 @@ class Dispatcher:
             generation=self._cache.generation(info.fingerprint),
         )
         return _Storer(self._cache, key, attempt.digest.check, meta, attempt.plan, self._clock)
+
+
+def _flight_key(attempt: Attempt, key: bytes) -> bytes:
+    """`no-cache` asks for a call of its own: a flight that nobody else can join, whose answer is stored all the same."""
+    return key + attempt.exchange.record.request_id.encode() if attempt.exchange.controls.no_cache else key
 
 
 class _Storer:

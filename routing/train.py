@@ -15,7 +15,7 @@ the exam questions are held where they are.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,9 @@ class TrainOptions:
     iterations: int = 80
     ridge: float = 30.0
     folds: int = 5
-    #: Second stage: how strongly labelled pairs are held, and how many of them.
+    #: How often each everyday prompt counts in the embedding head.
+    everyday_weight: float = 2.0
+    #: Second stage of the lexical head: how strongly labelled pairs are held, and how many of them.
     hold: float = 100.0
     held_rows: int = 2_000
     correction_l2: float = 1e-4
@@ -156,28 +158,49 @@ def train_lexical(
     return Trained(header, {"table": table.astype(np.float16)}, logits)
 
 
+@dataclass(frozen=True, slots=True)
+class Vectors:
+    """Sentence vectors, float32 [rows, dimensions], of labelled pairs, of everyday prompts, and of PROBE [dimensions].
+
+    Rows of `everyday` that the embedder's vocabulary does not hold are all zero, and are left out.
+    """
+
+    pairs: NDArray[np.float32]
+    everyday: NDArray[np.float32]
+    probe: NDArray[np.float32]
+
+
 def train_embedding(
-    pairs: Pairs, vectors: NDArray[np.float32], probe: NDArray[np.float32], options: TrainOptions, about: dict[str, Any]
+    pairs: Pairs, everyday: Pairs | None, vectors: Vectors, options: TrainOptions, about: dict[str, Any]
 ) -> Trained:
-    """The embedding head. `vectors` float32 [pairs, dimensions], `probe` the vector of PROBE from the same embedder."""
-    matrix, gain = vectors.astype(float), pairs.strong - pairs.weak
-    fold = folds_of(len(pairs), options.folds)
-    logits = np.zeros(len(pairs))
+    """The embedding head. Everyday prompts are simply further rows here: a vector has no words to keep apart.
+
+    `out_of_fold` has the logits of `pairs` alone.
+    """
+    count, matrix, both = len(pairs), vectors.pairs.astype(float), pairs
+    if everyday is not None:
+        known = np.flatnonzero(vectors.everyday.any(axis=1))
+        more = everyday.take(known)
+        both = pairs.with_rows(replace(more, weight=more.weight * options.everyday_weight))
+        matrix = np.concatenate([matrix, vectors.everyday[known].astype(float)])
+    gain = both.strong - both.weak
+    fold = np.concatenate([folds_of(count, options.folds), folds_of(len(both) - count, options.folds)])
+    logits = np.zeros(len(both))
     for part in range(options.folds):
         train, test = fold != part, fold == part
-        weights, bias = fit_ridge(matrix[train], gain[train], pairs.weight[train], options.ridge)
+        weights, bias = fit_ridge(matrix[train], gain[train], both.weight[train], options.ridge)
         logits[test] = matrix[test] @ weights + bias
-    weights, bias = fit_ridge(matrix, gain, pairs.weight, options.ridge)
+    weights, bias = fit_ridge(matrix, gain, both.weight, options.ridge)
     header = Header(
         kind=EmbeddingHead.kind,
         arrays=(),
-        calibration=_calibrate(logits, pairs),
+        calibration=_calibrate(logits[:count], pairs),
         bias=bias,
         probe_text=PROBE,
         about=about,
     )
-    arrays = {"weights": weights.astype(np.float32), "probe": probe.astype(np.float32)}
-    return Trained(header, arrays, logits)
+    arrays = {"weights": weights.astype(np.float32), "probe": vectors.probe.astype(np.float32)}
+    return Trained(header, arrays, logits[:count])
 
 
 def _calibrate(logits: Floats, pairs: Pairs) -> Calibration:

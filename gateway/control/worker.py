@@ -17,6 +17,7 @@ from cache.single_flight import Flights
 from gateway.config_sections import Config
 from gateway.control.hub import WorkerPort
 from gateway.edge.listener import Listener
+from gateway.observe.loop_lag import watch_loop_lag
 from gateway.observe.metric_store import Metrics
 from gateway.observe.recent import RecentRequests
 from gateway.pipeline import Pipeline
@@ -58,7 +59,8 @@ class Worker:
 
     def __init__(self, parts: WorkerParts) -> None:
         self._parts = parts
-        self._loading: list[asyncio.Task[None]] = []
+        self._tasks: list[asyncio.Task[None]] = []
+        self._warmed = asyncio.Event()
         self.bound_port = 0
         port = parts.port
         port.commands["policies.swap"] = self._swap_policies
@@ -77,19 +79,20 @@ class Worker:
         self.bound_port = await self._parts.listener.start(listen.host, listen.port)
         loop = asyncio.get_running_loop()
         first_tries = [loop.create_task(slot.fill(), name=f"load-{slot.info.name}") for slot in self._parts.slots]
-        self._loading.append(loop.create_task(self._warm(first_tries), name="warm-up"))
+        self._tasks.append(loop.create_task(self._warm(first_tries), name="warm-up"))
+        self._tasks.append(loop.create_task(watch_loop_lag(self._parts.metrics, self._parts.clock), name="loop-lag"))
 
     async def _warm(self, first_tries: list[asyncio.Task[bool]]) -> None:
         """Ready when each model has been tried once; those that failed go on trying in the background."""
         results = await asyncio.gather(*first_tries)
         self._parts.readiness.warming = False
+        self._warmed.set()
         missing = [slot for slot, ok in zip(self._parts.slots, results, strict=True) if not ok]
         await asyncio.gather(*(slot.keep_filling() for slot in missing))
 
     async def ready(self) -> None:
         """Return when each model has been tried once."""
-        while self._parts.readiness.warming:
-            await self._parts.clock.sleep(0.02)
+        await self._warmed.wait()
 
     async def stop(self) -> None:
         """Graceful end: requests under way have `drain_s` to finish."""
@@ -98,9 +101,9 @@ class Worker:
         cut = await parts.listener.drain(parts.config.drain_s)
         if cut:
             _log.warning("drain_limit_reached", cut=cut, after_s=parts.config.drain_s)
-        for task in self._loading:
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._loading, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await parts.listener.close()
         await parts.refresher.aclose()
         await parts.flights.aclose()

@@ -196,7 +196,7 @@ class HttpEdge:
         status, type_ = error_table.row(error)
         headers = answer_headers(record, self._clock)
         headers["Content-Type"] = getattr(error, "content_type", "") or _JSON
-        if error.retry_after_s is not None and status in (429, 503):
+        if error.retry_after_s is not None and status in (429, 502, 503, 504):
             headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
         client = error_table.is_client_fault(status)
         self.complete(record, status, "client_error" if client else "failed", error.code)
@@ -260,7 +260,7 @@ def controls_of(headers: Mapping[str, str]) -> Controls:
 def _timeout_s(text: str | None) -> float | None:
     if text is None:
         return None
-    if not text.isascii() or not text.isdigit() or int(text) == 0:
+    if not text.isascii() or not text.isdigit() or len(text) > 12 or int(text) == 0:
         raise InvalidRequest(
             "`x-request-timeout-ms` must be a whole number of milliseconds, more than 0.", "x-request-timeout-ms"
         )

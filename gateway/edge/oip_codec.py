@@ -49,7 +49,7 @@ def _timeout_s(asked: Any) -> float | None:
     """The protocol's timeout is in microseconds."""
     if asked is None:
         return None
-    if type(asked) is not int or asked <= 0:
+    if type(asked) is not int or not 0 < asked < 10**15:
         raise InvalidRequest("`parameters.timeout` must be a whole number of microseconds, more than 0.", "timeout")
     return asked / 1e6
 

@@ -62,7 +62,7 @@ def _times(summary: Summary) -> Table:
     for name, values in rows:
         if values is not None:
             figures = (values.mean, values.p50, values.p90, values.p95, values.p99, values.p999, values.max)
-            table.add_row(name, str(values.count), *(f"{figure:.2f}" for figure in figures))
+            table.add_row(name, str(values.count), *map(_ms, figures))
     return table
 
 
@@ -71,8 +71,8 @@ def _groups(kind: str, groups: dict[str, Group]) -> Table:
     for name, group in groups.items():
         counts = (str(group.outcomes.get(outcome, 0)) for outcome in ("full", "degraded", "failed", "cut"))
         latency, first = group.latency_ms, group.ttft_ms
-        p50, p99 = ("-", "-") if latency is None else (f"{latency.p50:.2f}", f"{latency.p99:.2f}")
-        table.add_row(name, str(group.count), *counts, p50, p99, "-" if first is None else f"{first.p95:.2f}")
+        p50, p99 = ("-", "-") if latency is None else (_ms(latency.p50), _ms(latency.p99))
+        table.add_row(name, str(group.count), *counts, p50, p99, "-" if first is None else _ms(first.p95))
     return table
 
 
@@ -108,6 +108,10 @@ def _verdict(summary: Summary) -> list[RenderableType]:
     if summary.interrupted:
         lines.append(Text("interrupted: the figures are of the part that ran", "yellow"))
     return lines
+
+
+def _ms(value: float) -> str:
+    return f"{value:.2f}" if value < 100 else f"{value:.0f}"
 
 
 def _table(first: str, *others: str) -> Table:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -129,6 +130,8 @@ class Client:
         """One request; `body` is bytes, or anything else as JSON."""
         if body is not None and not isinstance(body, bytes | AsyncIterator):
             body = json.dumps(body, ensure_ascii=False).encode()
+        if isinstance(body, bytes) and len(body) > 1 << 19:
+            body = io.BytesIO(body)  # aiohttp warns of large bytes
         base = self.admin_url if admin else self.url
         given = {**(JSON if body is not None else {}), **(headers or {})}
         async with self.session.request(method, base + path, data=body, headers=given, allow_redirects=False) as http:
