@@ -19,7 +19,7 @@ from cache.redis import RedisOptions, RedisStore
 from cache.result import ResultCache
 from cache.single_flight import Flights
 from chaos.injector import Injector
-from gateway.config import is_loopback, known_backends
+from gateway.config import is_loopback
 from gateway.config_sections import BackendSettings, Config
 from gateway.control.hub import WorkerPort
 from gateway.control.worker import Worker, WorkerParts
@@ -44,9 +44,7 @@ from policies.core.events import Observer, Observers
 from policies.language.builtin import embeddings_policy
 from policies.language.policy_set import PolicySet
 from policies.language.schema import Policy
-from policies.language.semantics import Known
 from routing.heads import Heads
-from routing.registry import SIGNALS
 
 EMBEDDING_ALIASES = ("embed", "auto-embed", "text-embedding")
 
@@ -70,15 +68,6 @@ class Built:
                 "gateway_upstream_events_skipped", "Malformed stream lines.", "counter", ("backend",), "sum", skipped
             ),
         ]
-
-
-def known_names(config: Config, heads: Heads) -> Known:
-    """What policies may name."""
-    return Known(
-        backends=known_backends(config),
-        signal_kinds={kind: signal.reads for kind, signal in SIGNALS.items()},
-        heads=frozenset(heads.names()),
-    )
 
 
 def builtin_policies(config: Config) -> tuple[Policy, ...]:
@@ -163,6 +152,7 @@ def build_worker(config: Config, policies: PolicySet, heads: Heads, clock: Clock
         loopback,
     )
     readiness = _readiness(config, built, store)
+    readiness.note(lambda: identities.problem or None)
     limits = edge_limits(config)
     edge = HttpEdge(pipeline, readiness, clock, limits, compilers.expose)
     metrics.source(_cache_families(cache, flights, store))

@@ -14,6 +14,8 @@ class Readiness:
     def __init__(self) -> None:
         self._slots: list[tuple[Slot, bool]] = []
         self._notes: list[Callable[[], str | None]] = []
+        #: What is not as the policy files say, one line each; told by the supervisor.
+        self.policy_notices: list[str] = []
         self.warming = True
         self.draining = False
 
@@ -41,6 +43,7 @@ class Readiness:
         reasons = [repr(slot) for slot, required in missing if required]
         degraded = [repr(slot) for slot, required in missing if not required]
         degraded += [text for note in self._notes if (text := note()) is not None]
+        degraded += self.policy_notices
         if self.draining:
             reasons.insert(0, "draining")
         elif self.warming:

@@ -62,22 +62,26 @@ def serve(
 
 async def run(config: Config) -> None:
     """Build and run everything in this process."""
-    from gateway.app import build_worker, builtin_policies, known_names
-    from gateway.observe.logs import LogObserver
-    from policies.core.events import Observers
+    from gateway.app import build_worker, builtin_policies
+    from gateway.control.policy_store import keep_folder
+    from gateway.known import known_names
     from routing.heads import Heads
 
     clock = SystemClock()
     heads = Heads.shipped()
     store = PolicyStore.open(
-        config.policies_dir, known_names(config, heads), clock, builtin_policies(config), config.state_dir / "policies"
+        config.policies_dir,
+        known_names(config, heads),
+        clock,
+        builtin_policies(config),
+        keep_folder(config.state_dir, config.policies_dir),
     )
-    for name, lines in store.problems.items():
-        _log.error("policy_problem", file=name, problems=lines)
+    for line in store.notices():
+        _log.error("policy_notice", problem=line)
     hub, port = InProcessHub(), WorkerPort("worker-1")
     hub.attach(port)
     worker = build_worker(config, store.current, heads, clock, port)
-    await Supervisor(config, store, clock, hub, Observers([LogObserver()])).run(worker, _announcer(config))
+    await Supervisor(config, store, clock, hub).run(worker, _announcer(config))
 
 
 def _announcer(config: Config) -> Callable[[Worker, Supervisor], None]:

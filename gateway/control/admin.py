@@ -27,6 +27,7 @@ _log = structlog.get_logger("gateway.audit")
 _LOOPBACK_NAMES = ("127.0.0.1", "localhost", "[::1]", "::1")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+OwnFamilies = Callable[[], list[Family]]
 ReloadPolicies = Callable[[], Awaitable[dict[str, Any]]]
 
 
@@ -38,9 +39,9 @@ class AdminAccess:
     view_token: Secret | None = None
 
 
-def admin_app(hub: Hub, access: AdminAccess, reload_policies: ReloadPolicies) -> web.Application:
-    """The aiohttp application for the admin listener."""
-    api = _AdminApi(hub, reload_policies)
+def admin_app(hub: Hub, access: AdminAccess, reload_policies: ReloadPolicies, own: OwnFamilies) -> web.Application:
+    """The aiohttp application for the admin listener. `own`: the supervisor's own metrics."""
+    api = _AdminApi(hub, reload_policies, own)
     app = web.Application(middlewares=[_guard(access)])
     app.router.add_get("/", api.index)
     app.router.add_get("/metrics", api.metrics)
@@ -103,8 +104,9 @@ def _json(value: Any, status: int = 200) -> web.Response:
 
 
 class _AdminApi:
-    def __init__(self, hub: Hub, reload_policies: ReloadPolicies) -> None:
+    def __init__(self, hub: Hub, reload_policies: ReloadPolicies, own: OwnFamilies) -> None:
         self._hub = hub
+        self._own = own
         self._reload = reload_policies
 
     async def index(self, request: web.Request) -> web.Response:
@@ -119,7 +121,7 @@ class _AdminApi:
     async def metrics(self, request: web.Request) -> web.Response:
         acks = await self._hub.query("metrics", {})
         families = {ack.worker: msgspec.convert(ack.value, list[Family]) for ack in acks if not ack.error}
-        body = exposition(merge(families))
+        body = exposition(merge({"supervisor": self._own(), **families}))
         return web.Response(body=body, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
     async def requests(self, request: web.Request) -> web.Response:

@@ -18,8 +18,11 @@ from gateway.control.hub import InProcessHub
 from gateway.control.policy_store import SETTLE_S, PolicyStore
 from gateway.control.watch import Watcher
 from gateway.control.worker import Worker
+from gateway.observe.logs import LogObserver
+from gateway.observe.metric_store import Metrics
+from gateway.observe.metrics import MetricsObserver
 from policies.core.clock import Clock
-from policies.core.events import Observer
+from policies.core.events import Observers
 
 _log = structlog.get_logger("gateway.supervisor")
 
@@ -33,13 +36,13 @@ class Supervisor:
         policies: PolicyStore,
         clock: Clock,
         hub: InProcessHub,
-        observer: Observer,
     ) -> None:
         self._config = config
         self._policies = policies
         self._clock = clock
         self._hub = hub
-        self._observer = observer
+        self._metrics = Metrics()
+        self._observer = Observers([MetricsObserver(self._metrics), LogObserver()])
         self._reloading = asyncio.Lock()
         self.admin_port = 0
 
@@ -49,11 +52,12 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(signum, stop.set)
-        admin = web.AppRunner(self._admin_app(), access_log=None)
+        admin = web.AppRunner(self.admin(), access_log=None)
         watcher = Watcher([self._policies.directory, self._config.keys_file], self._on_change, self._clock)
         watching: asyncio.Task[None] | None = None
         try:
             await worker.start()
+            await self._tell_notices()
             await admin.setup()
             site = web.TCPSite(admin, self._config.admin.host, self._config.admin.port)
             await site.start()
@@ -86,9 +90,9 @@ class Supervisor:
             # Without the watcher edits would be ignored silently: better to end and be restarted.
             watching.result()
 
-    def _admin_app(self) -> web.Application:
+    def admin(self) -> web.Application:
         access = AdminAccess(self._config.admin.token, self._config.admin.view_token)
-        return admin_app(self._hub, access, self.reload_policies)
+        return admin_app(self._hub, access, self.reload_policies, self._metrics.families)
 
     async def _on_change(self, changed: frozenset[Path]) -> float | None:
         if self._config.keys_file in changed:
@@ -100,7 +104,7 @@ class Supervisor:
     async def reload_policies(self) -> dict[str, Any]:
         """Take up changed policy files and hand the set to every worker."""
         async with self._reloading:
-            events = self._policies.reload()
+            events = await asyncio.to_thread(self._policies.reload)
             for event in events:
                 self._observer.on_event(event)
             errors: dict[str, str] = {}
@@ -111,8 +115,13 @@ class Supervisor:
                 errors = {ack.worker: ack.error for ack in acks if ack.error}
                 for name, error in errors.items():
                     _log.error("policies_not_swapped", worker=name, error=error)
+            await self._tell_notices()
             return {
                 "policies": [f"{policy.policy}@{policy.version}" for policy in self._policies.current.policies],
-                "problems": self._policies.problems,
+                "problems": self._policies.notices(),
                 "workers_behind": errors,
             }
+
+    async def _tell_notices(self) -> None:
+        """What is not as the policy files say is shown by every worker's /readyz."""
+        await self._hub.command("policies.notices", {"lines": self._policies.notices()})

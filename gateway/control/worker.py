@@ -64,6 +64,7 @@ class Worker:
         self.bound_port = 0
         port = parts.port
         port.commands["policies.swap"] = self._swap_policies
+        port.commands["policies.notices"] = self._take_notices
         port.commands["keys.reload"] = self._reload_keys
         port.queries["metrics"] = self._metrics
         port.queries["why"] = self._why
@@ -120,6 +121,9 @@ class Worker:
         plans = PlanBook(PolicySet(policies, self._parts.builtin), self._parts.compilers)
         self._parts.pipeline.book.plans = plans
         return {"policies": [plan.label for plan in plans.plans]}
+
+    async def _take_notices(self, payload: dict[str, Any]) -> None:
+        self._parts.readiness.policy_notices = list(payload["lines"])
 
     async def _reload_keys(self, payload: dict[str, Any]) -> dict[str, Any]:
         identities = self._parts.pipeline.book.identities

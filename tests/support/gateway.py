@@ -8,24 +8,19 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from aiohttp import web
-
 from gateway.app import build_worker, builtin_policies
 from gateway.config import load_config
-from gateway.control.admin import AdminAccess, admin_app
 from gateway.control.hub import InProcessHub, WorkerPort
-from gateway.control.policy_store import PolicyStore
+from gateway.control.policy_store import PolicyStore, keep_folder
 from gateway.control.supervisor import Supervisor
-from gateway.control.watch import Watcher
 from gateway.control.worker import Worker
 from gateway.known import known_names
-from gateway.observe.logs import LogObserver
 from policies.core.clock import SystemClock
 from routing.heads import Heads
 from tests.support.gateway_client import Client
@@ -94,7 +89,9 @@ def write_policies(folder: Path, *policies: dict[str, Any]) -> None:
 def write_config(folder: Path, upstream: str, *policies: dict[str, Any], **sections: Any) -> Path:
     """`gateway.yaml` and the policies in `folder`; `sections` are merged into a configuration with two chat backends and
     one for tensors at the scripted `upstream`. The backend NAME asks for the model NAME-model."""
-    chat = {"kind": "openai", "base_url": f"{upstream}/v1"}
+    # Client, gateway and upstream share one loop here: a burst of requests makes each of them slow to connect.
+    connect = {"timeouts": {"connect": "2s"}}
+    chat = {"kind": "openai", "base_url": f"{upstream}/v1", **connect}
     base = {
         "listen": {"port": 0},
         "admin": {"port": 0},
@@ -103,7 +100,7 @@ def write_config(folder: Path, upstream: str, *policies: dict[str, Any], **secti
         "backends": {
             "heavy": {**chat, "model": "heavy-model", "credential_env": "TEST_CREDENTIAL"},
             "light": {**chat, "model": "light-model", "role": "light"},
-            "scorer": {"kind": "oip", "base_url": upstream, "model": "scorer-model"},
+            "scorer": {"kind": "oip", "base_url": upstream, "model": "scorer-model", **connect},
         },
     }
     write_policies(folder / "policies", *(policies or (chat_policy(), tensor_policy())))
@@ -153,38 +150,34 @@ class Gateway:
 
 
 @asynccontextmanager
-async def gateway_here(config_path: Path, env: Mapping[str, str], *, watch: bool = False) -> AsyncIterator[Gateway]:
-    """Data and admin listener on free ports. `watch`: policy and key files are watched, as `serve` does."""
+async def gateway_here(config_path: Path, env: Mapping[str, str]) -> AsyncIterator[Gateway]:
+    """What `gateway serve` runs, in this loop, on a clock that can be put forward."""
     config = load_config(config_path, env)
     clock, heads = MovableClock(), shipped_heads()
+    known, builtin = known_names(config, heads), builtin_policies(config)
     store = PolicyStore.open(
-        config.policies_dir, known_names(config, heads), clock, builtin_policies(config), config.state_dir / "policies"
+        config.policies_dir, known, clock, builtin, keep_folder(config.state_dir, config.policies_dir)
     )
     hub, port = InProcessHub(), WorkerPort("worker-1")
     hub.attach(port)
-    async with AsyncExitStack() as stack:
-        worker = build_worker(config, store.current, heads, clock, port)
-        supervisor = Supervisor(config, store, clock, hub, LogObserver())
-        stack.push_async_callback(worker.stop)
-        await worker.start()
-        access = AdminAccess(config.admin.token, config.admin.view_token)
-        runner = web.AppRunner(admin_app(hub, access, supervisor.reload_policies), access_log=None)
-        stack.push_async_callback(runner.cleanup)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        if watch:
-            watcher = Watcher([config.policies_dir, config.keys_file], supervisor._on_change, clock)
-            stack.push_async_callback(_cancel, asyncio.create_task(watcher.run()))
-        url, admin_url = f"http://127.0.0.1:{worker.bound_port}", f"http://127.0.0.1:{runner.addresses[0][1]}"
-        client = Client(url, admin_url)
-        stack.push_async_callback(client.aclose)
-        await worker.ready()
-        yield Gateway(config_path.parent, clock, worker, client, url, admin_url)
-
-
-async def _cancel(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+    worker = build_worker(config, store.current, heads, clock, port)
+    supervisor = Supervisor(config, store, clock, hub)
+    ready = asyncio.Event()
+    running = asyncio.create_task(supervisor.run(worker, lambda *_: ready.set()))
+    waiting = asyncio.create_task(ready.wait())
+    await asyncio.wait((running, waiting), return_when=asyncio.FIRST_COMPLETED)
+    waiting.cancel()
+    if not ready.is_set():
+        await running
+    host = "127.0.0.1"
+    client = Client(f"http://{host}:{worker.bound_port}", f"http://{host}:{supervisor.admin_port}")
+    try:
+        yield Gateway(config_path.parent, clock, worker, client, client.url, client.admin_url)
+    finally:
+        await client.aclose()
+        running.cancel()
+        with suppress(asyncio.CancelledError):
+            await running
 
 
 class GatewayProcess:

@@ -1,16 +1,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
 
+from backends.api import Role
 from backends.onnx.catalogue import resolve
+from backends.onnx.chat import OnnxChatBackend, load_chat
+from backends.onnx.generation import Generator
 from backends.onnx.prepare import prepare
 from backends.onnx.store import ModelStore
 from policies.core.clock import SystemClock
 from policies.core.deadline import Deadline
+from tests.support.chat_asks import SETTINGS
+from tests.support.scripted_decoder import ScriptedRooms
 from tests.support.tiny_bert import write_tiny_bert
 from tests.support.tiny_llama import write_tiny_llama
 
@@ -66,6 +71,26 @@ def tiny_chat_store(tmp_path_factory: pytest.TempPathFactory, tiny_chat_weights:
 def tiny_chat(tiny_chat_store: ModelStore) -> Path:
     """The model folder of its fp32 variant."""
     return tiny_chat_store.folder("smollm2", "fp32")
+
+
+@pytest.fixture
+async def chat_backend(tiny_chat: Path) -> AsyncIterator[OnnxChatBackend]:
+    made = await load_chat(tiny_chat, name="light", role=Role.LIGHT, clock=SystemClock(), settings=SETTINGS)
+    yield made
+    await made.aclose()
+
+
+@pytest.fixture
+async def held_chat(tiny_chat: Path) -> AsyncIterator[tuple[OnnxChatBackend, ScriptedRooms]]:
+    """A backend whose decoder is scripted and held up until the test lets it run."""
+    made = await load_chat(tiny_chat, name="light", role=Role.LIGHT, clock=SystemClock(), settings=SETTINGS)
+    await made.generator.aclose()
+    rooms = ScriptedRooms()
+    rooms.hold()
+    made.generator = Generator("light", rooms, frozenset({2}), SystemClock(), SETTINGS.limits)
+    yield made, rooms
+    rooms.free()
+    await made.aclose()
 
 
 @pytest.fixture

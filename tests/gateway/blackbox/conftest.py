@@ -25,15 +25,12 @@ async def up() -> AsyncIterator[SettableUpstream]:
 
 @pytest.fixture
 async def start(up: SettableUpstream, tmp_path: Path) -> AsyncIterator[Start]:
-    """Starts gateways in this loop: `await start(policy, ..., watch=False, env={}, SECTION={...})`."""
+    """Starts gateways in this loop: `await start(policy, ..., env={}, SECTION={...})`."""
     async with AsyncExitStack() as stack:
 
-        async def make(
-            *policies: dict[str, Any], watch: bool = False, env: dict[str, str] | None = None, **sections: Any
-        ) -> Gateway:
+        async def make(*policies: dict[str, Any], env: dict[str, str] | None = None, **sections: Any) -> Gateway:
             path = write_config(tmp_path, up.url, *policies, **sections)
-            here = gateway_here(path, {**environment(tmp_path), **(env or {})}, watch=watch)
-            return await stack.enter_async_context(here)
+            return await stack.enter_async_context(gateway_here(path, {**environment(tmp_path), **(env or {})}))
 
         yield make
 
