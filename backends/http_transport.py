@@ -7,6 +7,7 @@ out, because a request carries none. Redirects are not followed, cookies not kep
 from __future__ import annotations
 
 import asyncio
+import io
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from aiohttp.tracing import Trace
 
 _MAX_ERROR_BYTES = 1 << 20
+_LARGE_BODY_BYTES = 1 << 20
 #: After the last event of a stream the end of the HTTP body normally follows within one packet.
 _LINGER_S = 0.5
 _MISCONFIGURED = (401, 402, 403, 404)
@@ -154,7 +156,9 @@ class HttpTransport:
         headers["x-request-timeout-ms"] = str(max(left_ms, 1))
         session = self._session or self._open()
         try:
-            response = await session.post(url, data=body, headers=headers, allow_redirects=False)
+            # Large bytes as they are would be written in one piece, and aiohttp warns of that.
+            data = body if len(body) <= _LARGE_BODY_BYTES else io.BytesIO(body)
+            response = await session.post(url, data=data, headers=headers, allow_redirects=False)
         except aiohttp.ClientError as error:
             raise self._unsent(error) from error
         except OSError as error:

@@ -86,6 +86,9 @@ def read_request(body: bytes, header_length: str | int | None, model: str) -> Pa
         raise InvalidRequest(str(error), param=error.name) from None
     binary: dict[str, bool] = {}
     parameters = dict(parsed.parameters)
+    for name, value in parameters.items():
+        if type(value) is int and not -(1 << 63) <= value < 1 << 64:
+            raise InvalidRequest(f"parameter {name[:100]!r} is beyond 64 bits", param=name[:100])
     binary_default = _flag(parameters.pop("binary_data_output", False), "binary_data_output")
     for output in parsed.outputs:
         if output.name in binary:

@@ -72,9 +72,7 @@ class Built:
 
 def builtin_policies(config: Config) -> tuple[Policy, ...]:
     """Policies for names that no file claims: embeddings go to the one embedder."""
-    embedders = [
-        name for name, spec in config.backends.items() if Surface.EMBEDDINGS in spec.effective_surfaces()
-    ]
+    embedders = [name for name, spec in config.backends.items() if Surface.EMBEDDINGS in spec.effective_surfaces()]
     if not embedders:
         return ()
     model = config.backends[embedders[0]].model
@@ -113,7 +111,9 @@ def _remote(name: str, spec: BackendSettings, clock: Clock) -> Backend:
         from backends.scripted import Outcome, ScriptedBackend, chat, load_outcomes
 
         script = spec.script
-        outcomes = load_outcomes(script, info) if script is not None else [Outcome(chat("a scripted answer", info.model))]
+        outcomes = (
+            load_outcomes(script, info) if script is not None else [Outcome(chat("a scripted answer", info.model))]
+        )
         return ScriptedBackend(info, outcomes, clock)
     options = HttpOptions(
         base_url=spec.base_url,

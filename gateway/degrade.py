@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 import json
+
 import numpy as np
 
-from backends.api import Answer, BackendInfo, ChatAnswer, ChatRequest, EmbeddingsRequest, Tensor, TensorAnswer, TensorRequest
+from backends.api import (
+    Answer,
+    BackendInfo,
+    ChatAnswer,
+    ChatRequest,
+    EmbeddingsRequest,
+    Tensor,
+    TensorAnswer,
+    TensorRequest,
+)
 from backends.needs import missing, same_answer_space
 from backends.openai_assemble import replay
 from cache.key import RequestDigest, entry_key
@@ -250,9 +260,7 @@ def _canned_chat(exchange: Exchange, text: str) -> ChatAnswer:
         "choices": [{"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": "stop"}],
         "usage": {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0},
     }
-    return ChatAnswer(
-        body=json.dumps(body, ensure_ascii=False).encode(), model="canned", finish_reason="stop"
-    )
+    return ChatAnswer(body=json.dumps(body, ensure_ascii=False).encode(), model="canned", finish_reason="stop")
 
 
 def _canned_tensors(request: TensorRequest, canned: Canned) -> TensorAnswer:

@@ -34,7 +34,9 @@ class DirectHandler:
         record = exchange.record
         backend = self._backend(exchange.model, exchange.request)
         if exchange.request.surface not in backend.info.capabilities.surfaces:
-            raise InvalidRequest(f"the model {exchange.model[:100]!r} does not serve {exchange.request.surface}", "model")
+            raise InvalidRequest(
+                f"the model {exchange.model[:100]!r} does not serve {exchange.request.surface}", "model"
+            )
         record.backend, record.fingerprint = backend.info.name, backend.info.fingerprint
         deadline = Deadline.after(exchange.controls.timeout_s or _DEFAULT_LIMIT_S, self._clock)
         if exchange.stream and isinstance(exchange.request, ChatRequest):

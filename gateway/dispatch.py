@@ -140,9 +140,7 @@ class _Storer:
 
     __slots__ = ("_began", "_cache", "_check", "_clock", "_key", "_meta", "_plan")
 
-    def __init__(
-        self, cache: ResultCache, key: bytes, check: bytes, meta: EntryMeta, plan: Plan, clock: Clock
-    ) -> None:
+    def __init__(self, cache: ResultCache, key: bytes, check: bytes, meta: EntryMeta, plan: Plan, clock: Clock) -> None:
         self._cache = cache
         self._key = key
         self._check = check
@@ -154,4 +152,3 @@ class _Storer:
     def __call__(self, answer: Answer) -> None:
         compute_ms = (self._clock.now() - self._began) * 1000
         self._cache.put(self._key, self._check, answer, self._meta, compute_ms, self._plan.policy.cache.result)
-

@@ -138,9 +138,7 @@ class ModelSlots:
             return EmbeddingsBackend(embedder, **arguments)
         from backends.onnx.two_tower import TwoTowerBackend
 
-        return await TwoTowerBackend.load(
-            model_folder(self._config, model), embedder, settings=settings, **arguments
-        )
+        return await TwoTowerBackend.load(model_folder(self._config, model), embedder, settings=settings, **arguments)
 
 
 def _as_configured(info: BackendInfo, spec: BackendSettings, model: ModelSettings | None) -> BackendInfo:

@@ -48,9 +48,7 @@ class Plan:
         self.deadline_s = policy.deadline
         self.limits = StreamLimits(policy.timeouts.idle, policy.timeouts.total)
         self.backends = {
-            name: backend
-            for name, backend in parts.backends.items()
-            if surface in backend.info.capabilities.surfaces
+            name: backend for name, backend in parts.backends.items() if surface in backend.info.capabilities.surfaces
         }
         infos: dict[str, BackendInfo] = {name: backend.info for name, backend in self.backends.items()}
         self.roles = {

@@ -103,7 +103,14 @@ def test_sizes(path: Path) -> None:
 
 
 def test_only_the_clock_reads_time() -> None:
-    banned = {"time.time", "time.monotonic", "time.perf_counter", "asyncio.sleep", "datetime.datetime.now", "time.sleep"}
+    banned = {
+        "time.time",
+        "time.monotonic",
+        "time.perf_counter",
+        "asyncio.sleep",
+        "datetime.datetime.now",
+        "time.sleep",
+    }
     found = []
     for path, tree in TREES.items():
         where = str(path.relative_to(ROOT))
@@ -111,7 +118,11 @@ def test_only_the_clock_reads_time() -> None:
             continue
         for node in ast.walk(tree):
             # sleep(0) lets others run; it is not about time.
-            if isinstance(node, ast.Call) and ast.unparse(node) != "asyncio.sleep(0)" and ast.unparse(node.func) in banned:
+            if (
+                isinstance(node, ast.Call)
+                and ast.unparse(node) != "asyncio.sleep(0)"
+                and ast.unparse(node.func) in banned
+            ):
                 found.append(f"{where}:{node.lineno}: {ast.unparse(node)}")
     assert not found, "\n".join(found)
 
@@ -141,4 +152,3 @@ def test_only_the_configuration_reads_the_environment() -> None:
 def test_the_policies_folder_is_the_product_teams_room() -> None:
     here = {path.name for path in (ROOT / "policies").iterdir() if not path.name.startswith(("__", "."))}
     assert here == {"chatbot.yaml", "recommendation.yaml", "README.md", "core", "language", "rules"}
-

@@ -134,7 +134,10 @@ def list_(config_file: ConfigFile = None, as_json: Json = False) -> None:
     for manifest in found:
         languages = manifest.languages
         table.add_row(
-            manifest.reference, manifest.kind, ", ".join(sorted(languages)) if languages else "any", manifest.fingerprint
+            manifest.reference,
+            manifest.kind,
+            ", ".join(sorted(languages)) if languages else "any",
+            manifest.fingerprint,
         )
     Console().print(table)
 

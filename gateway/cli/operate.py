@@ -60,7 +60,9 @@ def why(
     if as_json:
         print(json.dumps(told, indent=2))
         return
-    tree = Tree(f"{told.pop('request_id')}: {told['outcome']} from {told['served_by'] or '-'} ({told['rung'] or 'none'})")
+    tree = Tree(
+        f"{told.pop('request_id')}: {told['outcome']} from {told['served_by'] or '-'} ({told['rung'] or 'none'})"
+    )
     _grow(tree, told)
     Console().print(tree)
 

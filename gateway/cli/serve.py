@@ -88,7 +88,9 @@ def _announcer(config: Config) -> Callable[[Worker, Supervisor], None]:
     def announce(worker: Worker, supervisor: Supervisor) -> None:
         _settle_garbage_collector()
         host = config.listen.host
-        _log.info("ready", data=f"http://{host}:{worker.bound_port}", admin=f"{config.admin.host}:{supervisor.admin_port}")
+        _log.info(
+            "ready", data=f"http://{host}:{worker.bound_port}", admin=f"{config.admin.host}:{supervisor.admin_port}"
+        )
         if sys.stderr.isatty() or os.environ.get("GATEWAY_HINTS"):
             print(_hints(f"http://{host}:{worker.bound_port}", supervisor.admin_port), file=sys.stderr, flush=True)
 
@@ -138,4 +140,3 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-

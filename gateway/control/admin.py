@@ -139,7 +139,7 @@ class _AdminApi:
     def ask(self, what: str) -> Handler:
         """One query, answered by worker."""
 
-        async def answer(request: web.Request) -> web.Response:
+        async def answer(_request: web.Request) -> web.Response:
             return _json(by_worker(await self._hub.query(what, {})))
 
         return answer

@@ -177,4 +177,3 @@ class Worker:
 
     async def _cache(self, payload: dict[str, Any]) -> Any:
         return {"result": self._parts.cache.stats(), "flights": repr(self._parts.flights)}
-

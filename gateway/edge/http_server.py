@@ -20,8 +20,8 @@ from backends.api import ChatAnswer, EmbeddingsAnswer, Surface
 from gateway import error_table
 from gateway.edge.answer_headers import answer_headers
 from gateway.edge.codec import Codec, Parsed
-from gateway.edge.openai_codec import ChatCodec, EmbeddingsCodec, models_list, openai_error
 from gateway.edge.oip_codec import OipCodec, OipPaths
+from gateway.edge.openai_codec import ChatCodec, EmbeddingsCodec, models_list, openai_error
 from gateway.edge.sse import send_stream
 from gateway.exchange import DEFAULT_CONTROLS, Controls, Exchange, Handler, Record, Reply
 from gateway.readiness import Readiness
@@ -145,7 +145,9 @@ class HttpEdge:
         headers = http.headers
         controls = controls_of(headers)
         if parsed.timeout_s is not None:
-            controls = msgspec.structs.replace(controls, timeout_s=min(parsed.timeout_s, controls.timeout_s or parsed.timeout_s))
+            controls = msgspec.structs.replace(
+                controls, timeout_s=min(parsed.timeout_s, controls.timeout_s or parsed.timeout_s)
+            )
         return Exchange(
             parsed.request,
             parsed.model,

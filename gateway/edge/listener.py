@@ -5,9 +5,42 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import structlog
 from aiohttp import web
 
 from gateway.edge.http_server import EdgeLimits, HttpEdge
+from gateway.edge.openai_codec import openai_error
+from policies.core.errors import InvalidRequest
+
+_log = structlog.get_logger("gateway.edge")
+
+
+class _Protocol(web.RequestHandler):
+    """aiohttp's connection, but what is not HTTP is refused in our words: its own answer repeats bytes of the request,
+    which may hold a credential."""
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        _log.info("connection_refused", status=status, reason=type(exc).__name__ if exc is not None else "")
+        if request.writer.output_size > 0:
+            raise ConnectionError("an answer has begun; it cannot become an error")
+        text = "a defect in the gateway" if status >= 500 else "the request is not valid HTTP, or its head is too large"
+        body = openai_error(InvalidRequest(f"Refused: {text}.", code="bad_http"), "invalid_request_error")
+        response = web.Response(status=status, body=body, content_type="application/json")
+        response.force_close()
+        return response
+
+
+class _Server(web.Server):
+    """aiohttp's server with our connection."""
+
+    def __call__(self) -> web.RequestHandler:
+        return _Protocol(self, loop=self._loop, **self._kwargs)
 
 
 class Listener:
@@ -19,7 +52,7 @@ class Listener:
         self._listening: asyncio.Server | None = None
         self._in_flight = 0
         self._idle = asyncio.Event()
-        self._server = web.Server(
+        self._server = _Server(
             self._handle,
             request_factory=self._make_request,
             handler_cancellation=True,  # a client that leaves cancels its request

@@ -30,7 +30,9 @@ class OipCodec:
             parsed.request.priority = Priority(min(asked, max(Priority)))
         else:
             parsed.request.priority = Priority.VIP
-        return Parsed(parsed.request, model, hint=parsed, timeout_s=_timeout_s(parsed.request.parameters.get("timeout")))
+        return Parsed(
+            parsed.request, model, hint=parsed, timeout_s=_timeout_s(parsed.request.parameters.get("timeout"))
+        )
 
     def write(self, answer: Answer, parsed: Parsed) -> Written:
         assert isinstance(answer, TensorAnswer)

@@ -113,7 +113,7 @@ def _message_fault(index: int, message: Any) -> InvalidRequest:
 def _check_field(name: str, value: Any, expected: tuple[tuple[type, ...], str]) -> None:
     types, meant = expected
     # bool is an int in Python, never in JSON.
-    if type(value) is bool and bool not in types or not isinstance(value, types):
+    if (type(value) is bool and bool not in types) or not isinstance(value, types):
         raise InvalidRequest(f"`{name}` must be {meant}.", name)
     bounds = _RANGES.get(name)
     if bounds is not None and not bounds[0] <= cast(float, value) <= bounds[1]:
@@ -140,9 +140,7 @@ class EmbeddingsCodec:
         require(len(texts) <= _MOST_TEXTS, f"`input` may hold at most {_MOST_TEXTS} texts.", "input")
         require(all(texts), "`input` must not hold empty texts.", "input")
         encoding = fields.get("encoding_format") or "float"
-        require(
-            encoding in ("float", "base64"), "`encoding_format` must be `float` or `base64`.", "encoding_format"
-        )
+        require(encoding in ("float", "base64"), "`encoding_format` must be `float` or `base64`.", "encoding_format")
         require(
             fields.get("dimensions") is None,
             "`dimensions` is not supported: the model's vectors have one size.",

@@ -16,12 +16,12 @@ class Deadline:
     `timeout()` block that is open on it moves along.
     """
 
-    __slots__ = ("_open", "at", "clock")
+    __slots__ = ("at", "clock", "open_timeouts")
 
     def __init__(self, at: float, clock: Clock) -> None:
         self.at = at
         self.clock = clock
-        self._open: list[asyncio.Timeout] | None = None
+        self.open_timeouts: list[asyncio.Timeout] | None = None
 
     @classmethod
     def after(cls, seconds: float, clock: Clock) -> Deadline:
@@ -47,9 +47,9 @@ class Deadline:
         if at <= self.at:
             return
         self.at = at
-        if self._open:
+        if self.open_timeouts:
             when = asyncio.get_running_loop().time() + self.remaining()
-            for timeout in self._open:
+            for timeout in self.open_timeouts:
                 timeout.reschedule(when)
 
     def timeout(self) -> _DeadlineTimeout:
@@ -73,17 +73,17 @@ class _DeadlineTimeout:
             raise DeadlineExceeded
         self._timeout = timeout = asyncio.timeout(remaining)
         await timeout.__aenter__()
-        if self._deadline._open is None:
-            self._deadline._open = [timeout]
+        if self._deadline.open_timeouts is None:
+            self._deadline.open_timeouts = [timeout]
         else:
-            self._deadline._open.append(timeout)
+            self._deadline.open_timeouts.append(timeout)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         timeout = self._timeout
-        assert timeout is not None and self._deadline._open is not None
-        self._deadline._open.remove(timeout)
+        assert timeout is not None and self._deadline.open_timeouts is not None
+        self._deadline.open_timeouts.remove(timeout)
         try:
             await timeout.__aexit__(kind, error, trace)
         except TimeoutError as raised:

@@ -1,30 +1,30 @@
 """Every way a request can fail, named by cause. HTTP statuses live in `gateway/error_table.py` alone.
 
-    GatewayError
-    ├── RequestError              the client's request cannot be served as it is
-    │   ├── InvalidRequest        wrong JSON, type or value; `param` names the field
-    │   ├── BodyTooLarge
-    │   ├── UnsupportedMedia      a content type or encoding we do not read
-    │   ├── UnknownModel          no policy alias and no allowed backend has this name
-    │   ├── UnknownPath, MethodNotAllowed
-    │   ├── Unauthenticated       no key, or one that is unknown, revoked or expired
-    │   ├── NotPermitted          the key does not allow this
-    │   └── NotCached             only-if-cached, and it is not
-    ├── BackendError              one attempt at one backend failed
-    │   ├── ConnectFailed         refused, reset or timed out before any byte of an answer
-    │   ├── UpstreamStatus        the backend answered with an error status
-    │   ├── ClientFault           the backend says that the client's request is at fault; passes through unaltered
-    │   ├── UpstreamMisconfigured our credentials or our model name were refused: the operator's to mend
-    │   ├── FirstTokenTimeout, IdleTimeout
-    │   ├── MalformedAnswer       a 200 that cannot be understood, or is empty
-    │   ├── TruncatedAnswer       the stream ended before it was finished
-    │   ├── InBandError           an error event inside a 200
-    │   └── ModelFailed           an in-process run failed
-    ├── Rejected                  our own decision not to call; never counted against a backend
-    │   ├── BreakerOpen, LimitReached, ModelNotReady, Draining
-    │   └── CannotServe           no rung can do what the request needs
-    ├── DeadlineExceeded
-    └── NoAnswer                  every rung of the ladder was tried or skipped
+GatewayError
+├── RequestError              the client's request cannot be served as it is
+│   ├── InvalidRequest        wrong JSON, type or value; `param` names the field
+│   ├── BodyTooLarge
+│   ├── UnsupportedMedia      a content type or encoding we do not read
+│   ├── UnknownModel          no policy alias and no allowed backend has this name
+│   ├── UnknownPath, MethodNotAllowed
+│   ├── Unauthenticated       no key, or one that is unknown, revoked or expired
+│   ├── NotPermitted          the key does not allow this
+│   └── NotCached             only-if-cached, and it is not
+├── BackendError              one attempt at one backend failed
+│   ├── ConnectFailed         refused, reset or timed out before any byte of an answer
+│   ├── UpstreamStatus        the backend answered with an error status
+│   ├── ClientFault           the backend says that the client's request is at fault; passes through unaltered
+│   ├── UpstreamMisconfigured our credentials or our model name were refused: the operator's to mend
+│   ├── FirstTokenTimeout, IdleTimeout
+│   ├── MalformedAnswer       a 200 that cannot be understood, or is empty
+│   ├── TruncatedAnswer       the stream ended before it was finished
+│   ├── InBandError           an error event inside a 200
+│   └── ModelFailed           an in-process run failed
+├── Rejected                  our own decision not to call; never counted against a backend
+│   ├── BreakerOpen, LimitReached, ModelNotReady, Draining
+│   └── CannotServe           no rung can do what the request needs
+├── DeadlineExceeded
+└── NoAnswer                  every rung of the ladder was tried or skipped
 """
 
 from __future__ import annotations

@@ -28,7 +28,9 @@ def test_a_policy_may_drop_rungs() -> None:
 
 
 @given(
-    first=st.lists(st.sampled_from([("heavy", "big"), ("heavy", "bigger"), ("light", "small")]), min_size=1, unique=True),
+    first=st.lists(
+        st.sampled_from([("heavy", "big"), ("heavy", "bigger"), ("light", "small")]), min_size=1, unique=True
+    ),
     ladder=st.lists(st.sampled_from(LADDER), unique=True),
 )
 def test_nothing_is_tried_twice_and_the_choice_comes_first(first: list[tuple[str, str]], ladder: list[str]) -> None:
