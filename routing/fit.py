@@ -95,7 +95,7 @@ def fit_logistic(rows: HashedRows, labels: Floats, weight: Floats, l2: float, it
     return weights, bias
 
 
-def fit_correction(  # noqa: PLR0917
+def fit_correction(
     rows: HashedRows, offset: Floats, labels: Floats, share: Floats, quiet: Floats, penalty: tuple[float, int]
 ) -> Floats:
     """Weights c that move some rows to their labels and leave others where they are. The column of L is not used.

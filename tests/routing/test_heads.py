@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from policies.core.errors import ConfigError
 from routing import ngrams
-from routing.heads import Calibration, EmbeddingHead, HeadFileError, Header, Heads, LexicalHead, read_head, write_head
+from routing.heads import Calibration, EmbeddingHead, Header, HeadFileError, Heads, LexicalHead, read_head, write_head
 from tests.support.classify import DIMENSIONS, write_embedding, write_lexical
 
 

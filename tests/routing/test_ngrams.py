@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -29,7 +31,7 @@ def reference(text: str, bits: int) -> tuple[list[int], int]:
     words = [word for word in [*words, current] if word]
     hashes = [sum(byte * 256**position for position, byte in enumerate(word)) % ngrams.PRIME for word in words]
     found = [h * ngrams.C1 % 2**64 >> 64 - bits for h in hashes]
-    for before, after in zip(hashes, hashes[1:], strict=False):
+    for before, after in itertools.pairwise(hashes):
         found.append((after * ngrams.C1 + before * ngrams.C2) * ngrams.C1 % 2**64 >> 64 - bits)
     return found, len(words)
 

@@ -17,8 +17,8 @@ from routing.train import TrainOptions, Vectors, train_embedding, train_lexical
 from tests.support.classify import vector
 
 OPTIONS = TrainOptions(bits=12, iterations=60)
-EASY = "colour apple garden summer kitchen friend holiday cousin".split()
-HARD = "theorem manifold eigenvalue tensor lemma convexity spectral operator".split()
+EASY = ["colour", "apple", "garden", "summer", "kitchen", "friend", "holiday", "cousin"]
+HARD = ["theorem", "manifold", "eigenvalue", "tensor", "lemma", "convexity", "spectral", "operator"]
 
 
 def made_up(count: int = 240) -> Pairs:
