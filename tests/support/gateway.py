@@ -45,7 +45,7 @@ def chat_policy(**changes: Any) -> dict[str, Any]:
         ],
         "ladder": ["heavy", "light", "stale", "default"],
         "default_answer": {"text": DEFAULT_TEXT},
-        "cache": {"scope": "tenant", "store": "all", "result": {"ttl": "10m", "swr": "1m", "stale": "1h"}},
+        "cache": {"scope": "tenant", "store": "all", "result": {"ttl": "10m", "swr": "5m", "stale": "1h"}},
     }
     return _merged(base, changes)
 
@@ -60,7 +60,7 @@ def tensor_policy(**changes: Any) -> dict[str, Any]:
         "routes": [{"name": "score", "to": "scorer"}],
         "ladder": ["heavy", "stale", "default"],
         "default_answer": {"tensors": {"x": [0.25, 0.75]}},
-        "cache": {"scope": "tenant", "store": "all", "result": {"ttl": "10m", "swr": "1m", "stale": "1h"}},
+        "cache": {"scope": "tenant", "store": "all", "result": {"ttl": "10m", "swr": "5m", "stale": "1h"}},
     }
     return _merged(base, changes)
 
