@@ -6,6 +6,7 @@ import unicodedata
 from typing import Any
 
 from backends.api import BackendInfo, ChatRequest, EmbeddingsRequest, Request, Surface, TensorRequest
+from policies.core.errors import InvalidRequest
 
 #: Scripts that only some languages use; Latin text is taken as English unless the operator declares more.
 _SCRIPT_LANGUAGES = {
@@ -66,16 +67,31 @@ def _missing_chat(request: ChatRequest, info: BackendInfo) -> str | None:
 
 
 def _missing_tensors(request: TensorRequest, info: BackendInfo) -> str | None:
+    unknown = _unknown_tensor(request, info)
+    return None if unknown is None else f"has no {unknown[0]} {unknown[1]!r}"
+
+
+def check_tensor_names(request: TensorRequest, info: BackendInfo) -> None:
+    """Raise InvalidRequest, naming the tensor, when the model has no such input or output."""
+    unknown = _unknown_tensor(request, info)
+    if unknown is not None:
+        kind, name = unknown
+        known = ", ".join(spec.name for spec in (info.inputs if kind == "input" else info.outputs))
+        raise InvalidRequest(f"the model {info.model!r} has no {kind} {name[:100]!r}; it has {known}", name[:100])
+
+
+def _unknown_tensor(request: TensorRequest, info: BackendInfo) -> tuple[str, str] | None:
+    """("input" or "output", name) that the model does not have; a model that declares nothing has everything."""
     if not info.inputs:
         return None
     known = {spec.name for spec in info.inputs}
+    produced = {spec.name for spec in info.outputs}
     for tensor in request.inputs:
         if tensor.name not in known:
-            return f"has no input {tensor.name!r}"
-    produced = {spec.name for spec in info.outputs}
+            return "input", tensor.name
     for output in request.outputs:
         if output not in produced:
-            return f"has no output {output!r}"
+            return "output", output
     return None
 
 

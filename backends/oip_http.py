@@ -43,7 +43,7 @@ class OipBackend:
             error.backend = self.info.name
             raise
 
-    def stream(self, request: ChatRequest, deadline: Deadline) -> AsyncIterator[Chunk]:  # noqa: ARG002
+    def stream(self, request: ChatRequest, deadline: Deadline) -> AsyncIterator[Chunk]:
         return _no_stream(self.info.name)
 
     async def health(self) -> Health:

@@ -140,7 +140,7 @@ class _Connection(asyncio.Protocol):
     def resume_writing(self) -> None:
         self._writable.set()
 
-    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002  asyncio's signature
+    def connection_lost(self, exc: Exception | None) -> None:
         self._server.connections.discard(self)
         if self._current is not None:
             self._current.closed_at = self._server.clock.now()

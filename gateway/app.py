@@ -30,6 +30,7 @@ from gateway.edge.identity import Identities
 from gateway.edge.listener import Listener
 from gateway.latency import FirstOutputs
 from gateway.models import MODEL_KINDS, ModelSlots
+from gateway.observe.batch import BatchedObserver
 from gateway.observe.logs import LogObserver
 from gateway.observe.metric_store import Family, Metrics, Sample, gauges
 from gateway.observe.metrics import MetricsObserver
@@ -125,8 +126,8 @@ def _remote(name: str, spec: BackendSettings, clock: Clock) -> Backend:
 
 def build_worker(config: Config, policies: PolicySet, heads: Heads, clock: Clock, port: WorkerPort) -> Worker:
     """One worker's object graph. Raises ConfigError for keys that cannot be used."""
-    metrics = Metrics()
-    observer = Observers([MetricsObserver(metrics), LogObserver()])
+    metrics, recent = Metrics(), RecentRequests()
+    observer = BatchedObserver(Observers([MetricsObserver(metrics), LogObserver(), recent]))
     built = build_backends(config, clock, observer)
     loopback = is_loopback(config.listen.host)
     secret = config.cache.secret or kept_secret(config.state_dir / "cache.secret")
@@ -143,12 +144,11 @@ def build_worker(config: Config, policies: PolicySet, heads: Heads, clock: Clock
     first_outputs = FirstOutputs(clock)
     dispatcher = Dispatcher(cache, flights, first_outputs, clock)
     refresher = Refresher(dispatcher, clock)
-    recent = RecentRequests()
     walker = Walker(dispatcher, cache, first_outputs, clock, observer)
     identities = Identities.load(config.keys_file, clock, anonymous=config.listen.anonymous_loopback)
     pipeline = Pipeline(
         Book(PlanBook(policies, compilers), identities),
-        Stages(cache, walker, refresher, recent, observer, clock),
+        Stages(cache, walker, refresher, observer, clock),
         loopback,
     )
     readiness = _readiness(config, built, store)
@@ -174,6 +174,7 @@ def build_worker(config: Config, policies: PolicySet, heads: Heads, clock: Clock
             flights=flights,
             refresher=refresher,
             recent=recent,
+            events=observer,
             metrics=metrics,
             closers=tuple(closers),
         )

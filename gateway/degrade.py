@@ -16,7 +16,7 @@ from backends.api import (
     TensorAnswer,
     TensorRequest,
 )
-from backends.needs import missing, same_answer_space
+from backends.needs import check_tensor_names, missing, same_answer_space
 from backends.openai_assemble import replay
 from cache.key import RequestDigest, entry_key
 from cache.result import Found, ResultCache
@@ -40,6 +40,8 @@ from policies.language.schema import Canned
 from policies.rules.ladder import Step, reserve_s
 from routing.router import RouteDecision
 
+#: The rung an answer of each cache tier is labelled with.
+HIT_RUNGS = {"l1": "hit-l1", "l2": "hit-l2"}
 #: Kept for a stale look-up or a canned answer below the rung being tried.
 _STORED_RESERVE_S = 0.05
 
@@ -93,6 +95,10 @@ class Walker:
         """Call one backend; None = it was skipped or failed, and the walk goes on."""
         exchange, backend = walk.exchange, walk.plan.backends[step.backend]
         info = backend.info
+        chosen = step.backend in walk.decision.first
+        if chosen and isinstance(exchange.request, TensorRequest):
+            # A name that the chosen model does not have is the client's mistake; only stand-ins are skipped for it.
+            check_tensor_names(exchange.request, info)
         reason = missing(exchange.request, info) or (
             same_answer_space(walk.first_info, info, exchange.request) if walk.first_info is not None else None
         )
@@ -103,7 +109,11 @@ class Walker:
         if walk.deadline.at <= began:
             walk.fail(step, DeadlineExceeded("the deadline had passed"), 0.0)
             return None
-        attempt = Attempt(exchange, walk.plan, backend, walk.digest, first_choice=step.backend in walk.decision.first)
+        if not chosen:
+            reply = await self._found_before(walk, step, info)
+            if reply is not None:
+                return reply
+        attempt = Attempt(exchange, walk.plan, backend, walk.digest, first_choice=chosen)
         try:
             reply = await self._dispatcher.call(attempt, self._rung_deadline(walk, below))
         except RequestError:
@@ -119,6 +129,20 @@ class Walker:
             exchange.record.fingerprint = info.fingerprint
             return reply
         return None
+
+    async def _found_before(self, walk: _Walk, step: Step, info: BackendInfo) -> Reply | None:
+        """What this stand-in answered to the same question while it stood in before: readable by its own rung only."""
+        if walk.digest is None or walk.exchange.controls.no_cache:
+            return None
+        began = self._clock.now()
+        keys = [entry_key(walk.digest.key, info.fingerprint)]
+        found = await self._cache.lookup(keys, walk.digest.check, walk.plan.policy.cache.result, any_choice=True)
+        walk.exchange.record.waited_s += self._clock.now() - began
+        if found is None:
+            return None
+        walk.hit = HIT_RUNGS[found.tier]
+        walk.note(step, walk.hit, self._clock.now() - began)
+        return stored_reply(walk.exchange, found)
 
     def _rung_deadline(self, walk: _Walk, below: tuple[Step, ...]) -> Deadline:
         deadline = walk.deadline
@@ -161,7 +185,7 @@ def stored_reply(exchange: Exchange, found: Found) -> Reply:
 class _Walk:
     """One walk's facts and the causes gathered on the way."""
 
-    __slots__ = ("causes", "deadline", "decision", "digest", "exchange", "plan", "skips")
+    __slots__ = ("causes", "deadline", "decision", "digest", "exchange", "hit", "plan", "skips")
 
     def __init__(
         self, exchange: Exchange, plan: Plan, decision: RouteDecision, digest: RequestDigest | None, deadline: Deadline
@@ -173,6 +197,8 @@ class _Walk:
         self.deadline = deadline
         self.causes: list[tuple[str, GatewayError]] = []
         self.skips: list[tuple[str, str]] = []
+        #: The rung's answer was stored: which tier it came from.
+        self.hit = ""
 
     @property
     def first_info(self) -> BackendInfo | None:
@@ -205,9 +231,9 @@ class _Walk:
 
     def failure(self) -> GatewayError:
         if self.causes:
-            if len(self.causes) == 1 and isinstance(self.causes[0][1], ContextTooLong):
-                return self.causes[0][1]
-            return NoAnswer(self.causes)
+            if all(isinstance(error, ContextTooLong) for _, error in self.causes):
+                return self.causes[-1][1]
+            return NoAnswer(self.causes, self.skips)
         if self.skips:
             listed = "; ".join(f"{name} {reason}" for name, reason in self.skips)
             return CannotServe(f"No model here can serve this request: {listed}.")
@@ -216,7 +242,7 @@ class _Walk:
 
 def _label(walk: _Walk, step: Step) -> None:
     record = walk.exchange.record
-    record.rung = step.rung
+    record.rung = walk.hit or step.rung
     if step.backend:
         record.backend = step.backend
     lower = step.rung in ("stale", "default") or (step.rung == "light" and walk.decision.role == "heavy")

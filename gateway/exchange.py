@@ -11,7 +11,7 @@ from backends.api import Answer, BackendInfo, Chunk, Request
 from policies.core.events import Completed
 
 if TYPE_CHECKING:
-    from gateway.edge.identity import Identity
+    from gateway.pipeline import Prepared
 
 
 class Controls(msgspec.Struct, frozen=True):
@@ -42,15 +42,14 @@ class Record(Completed, kw_only=True):
     age_s: float | None = None
     #: The router and the reading: rendered only when somebody asks why.
     explain: tuple[Any, Any] | None = None
-    #: Digest of the request and outcome of the look-up; empty where nothing was looked up.
+    #: Digest of the request; empty where nothing was looked up.
     digest: bytes = b""
-    lookup: str = ""
     #: One dict a rung: rung, backend, outcome, reason, milliseconds.
     steps: list[dict[str, Any]] = []
 
 
 class Exchange(msgspec.Struct):
-    """A parsed request with its circumstances. `identity` is filled in by the pipeline."""
+    """A parsed request with its circumstances."""
 
     request: Request
     model: str
@@ -60,7 +59,10 @@ class Exchange(msgspec.Struct):
     authorization: str | None = None
     headers: Mapping[str, str] = {}
     controls: Controls = DEFAULT_CONTROLS
-    identity: Identity | None = None
+    #: What the pipeline found out about an equal request before; it may leave its findings here.
+    prepared: Prepared | None = None
+    #: `request` belongs to other exchanges too: it must be copied before anything in it is set.
+    shared: bool = False
 
 
 class Reply(msgspec.Struct):

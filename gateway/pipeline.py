@@ -14,21 +14,23 @@ looked for under every model that a rule could choose first.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
+
+import msgspec
 
 from backends.api import BackendInfo, ChatRequest, Priority, Surface, TensorRequest
 from cache.key import RequestDigest, Scope
 from cache.result import Found, Freshness, ResultCache
-from gateway.degrade import Walker, canned_answer, canned_reply, stored_reply
+from gateway.degrade import HIT_RUNGS, Walker, canned_answer, canned_reply, stored_reply
 from gateway.edge.identity import Identities, Identity
-from gateway.exchange import Exchange, Record, Reply
-from gateway.observe.recent import RecentRequests
+from gateway.exchange import DEFAULT_CONTROLS, Exchange, Record, Reply
 from gateway.plan import Plan, PlanBook
 from gateway.refresh import Refresher
 from policies.core.clock import Clock
 from policies.core.deadline import Deadline
 from policies.core.errors import InvalidRequest, NotCached, UnknownModel
-from policies.core.events import CacheLookup, Observer, Routed
+from policies.core.events import Observer, Routed
 from routing.router import RouteDecision
 from routing.view import RequestView
 
@@ -51,9 +53,20 @@ class Stages:
     cache: ResultCache
     walker: Walker
     refresher: Refresher
-    recent: RecentRequests
     observer: Observer
     clock: Clock
+
+
+class Prepared(msgspec.Struct, frozen=True):
+    """Stages 1 to 3 of one request. An equal body of the same caller, under the same plans, has the same."""
+
+    identity: Identity
+    plans: PlanBook
+    plan: Plan
+    #: The backend that the client named itself; empty = the route decides.
+    named: str
+    priority: Priority
+    digest: RequestDigest | None
 
 
 class Pipeline:
@@ -65,22 +78,24 @@ class Pipeline:
         self._loopback = loopback
 
     async def handle(self, exchange: Exchange) -> Reply:
-        plan, named = self._admit(exchange)
-        digest = self._digest(exchange, plan)
+        known = self._prepare(exchange)
+        plan, digest = known.plan, known.digest
         if digest is not None and not exchange.controls.no_cache:
-            found = self._lookup_now(exchange, plan, digest)
+            found = self._lookup_now(exchange.record, plan, digest)
             if found is None and self._stages.cache.has_l2:
-                found = await self._lookup_l2(exchange, plan, digest)
+                found = await self._lookup_l2(exchange.record, plan, digest)
             if found is not None:
                 if found.state is Freshness.REFRESH:
+                    self._own_request(exchange, known)
                     self._stages.refresher.behind(exchange, plan, digest, found)
-                exchange.record.rung = _HITS[found.tier]
+                exchange.record.rung = exchange.record.lookup
                 exchange.record.rule = found.header.rule
                 return stored_reply(exchange, found)
         if exchange.controls.only_if_cached:
             raise NotCached("only-if-cached was asked for, and no fresh answer is stored")
+        self._own_request(exchange, known)
         deadline = self._deadline(exchange, plan)
-        decision = plan.named(named) if named else await self._classify(exchange, plan, deadline)
+        decision = plan.named(known.named) if known.named else await self._classify(exchange, plan, deadline)
         exchange.record.rule = decision.rule
         if decision.role == "canned":
             answer = canned_answer(exchange, decision.canned)
@@ -90,65 +105,78 @@ class Pipeline:
         return await self._stages.walker.walk(exchange, plan, decision, digest, deadline)
 
     def completed(self, record: Record) -> None:
-        """Close the books of a request: recent requests and the Completed event."""
-        self._stages.recent.add(record)
+        """A request is over: its record is the Completed event."""
         self._stages.observer.on_event(record)
 
-    def _admit(self, exchange: Exchange) -> tuple[Plan, str]:
-        """Who asks, and which plan serves the name they ask for."""
+    def _prepare(self, exchange: Exchange) -> Prepared:
+        """Identify, find the plan, make the digest; or take over what an equal request had."""
         identity = self._identify(exchange.authorization)
-        exchange.identity = identity
-        record, request = exchange.record, exchange.request
+        record, known = exchange.record, exchange.prepared
         record.tenant = identity.tenant
-        found = self.book.plans.find(exchange.model, request.surface, identity.tenant)
+        if (
+            known is None
+            or known.plans is not self.book.plans
+            or known.identity is not identity
+            or exchange.controls is not DEFAULT_CONTROLS
+        ):
+            known = self._admit(exchange, identity)
+        record.policy, record.expose = known.plan.label, known.plan.expose
+        record.priority = _CLASS_NAMES[known.priority]
+        return known
+
+    def _admit(self, exchange: Exchange, identity: Identity) -> Prepared:
+        request, plans = exchange.request, self.book.plans
+        found = plans.find(exchange.model, request.surface, identity.tenant)
         if found is None:
             raise UnknownModel(exchange.model)
         plan, named = found
-        policy = plan.policy
-        identity.require_policy(policy.policy)
+        identity.require_policy(plan.policy.policy)
         # The Open Inference Protocol's `priority` may lower the class, never raise it.
         lowered = request.priority if isinstance(request, TensorRequest) else identity.priority
-        request.priority = max(identity.priority, lowered)
-        record.priority = _CLASS_NAMES[request.priority]
-        record.policy, record.expose = plan.label, plan.expose
+        priority = max(identity.priority, lowered)
+        digest = self._digest(exchange, plan, identity)
+        known = Prepared(identity, plans, plan, named, priority, digest)
+        # Header values and controls are no part of the body: such findings hold for this request only.
+        if digest is not None and not plan.policy.cache.vary and exchange.controls is DEFAULT_CONTROLS:
+            exchange.prepared = known
+        return known
+
+    def _own_request(self, exchange: Exchange, known: Prepared) -> None:
+        """Make the request this exchange's own, and say whose and how urgent it is."""
+        if exchange.shared:
+            exchange.request, exchange.shared = copy.copy(exchange.request), False
+        request = exchange.request
+        request.id, request.priority = exchange.record.request_id, known.priority
         if isinstance(request, ChatRequest):
-            request.limits = plan.limits
-        return plan, named
+            request.limits = known.plan.limits
 
     def _identify(self, authorization: str | None) -> Identity:
         return self.book.identities.identify(authorization, self._loopback)
 
-    def _digest(self, exchange: Exchange, plan: Plan) -> RequestDigest | None:
+    def _digest(self, exchange: Exchange, plan: Plan, identity: Identity) -> RequestDigest | None:
         """None = this request is neither looked up nor stored."""
         if plan.keys is None or exchange.controls.no_store:
             return None
-        assert exchange.identity is not None
         headers, names = exchange.headers, plan.policy.cache.vary
         vary = {name: headers[name] for name in names if name in headers} if names else _NO_VARY
-        return plan.keys.digest(exchange.request, Scope(exchange.identity.tenant), vary)
+        return plan.keys.digest(exchange.request, Scope(identity.tenant), vary)
 
-    def _lookup_now(self, exchange: Exchange, plan: Plan, digest: RequestDigest) -> Found | None:
+    def _lookup_now(self, record: Record, plan: Plan, digest: RequestDigest) -> Found | None:
         """In memory, under every model that a rule could choose first. Synchronous: most answers end here."""
-        stages, record = self._stages, exchange.record
         keys = plan.entry_keys(digest.key)
-        found = stages.cache.lookup_now(keys, digest.check, plan.policy.cache.result)
+        found = self._stages.cache.lookup_now(keys, digest.check, plan.policy.cache.result)
         record.digest = digest.key
-        if found is not None or not stages.cache.has_l2:
-            self._looked_up(record, plan, found)
+        record.lookup = "miss" if found is None else HIT_RUNGS[found.tier]
         return found
 
-    async def _lookup_l2(self, exchange: Exchange, plan: Plan, digest: RequestDigest) -> Found | None:
-        stages, record = self._stages, exchange.record
+    async def _lookup_l2(self, record: Record, plan: Plan, digest: RequestDigest) -> Found | None:
+        stages = self._stages
         began = stages.clock.now()
-        keys = plan.entry_keys(digest.key)
-        found = await stages.cache.lookup_l2(keys, digest.check, plan.policy.cache.result)
+        found = await stages.cache.lookup_l2(plan.entry_keys(digest.key), digest.check, plan.policy.cache.result)
         record.waited_s += stages.clock.now() - began
-        self._looked_up(record, plan, found)
+        if found is not None:
+            record.lookup = HIT_RUNGS[found.tier]
         return found
-
-    def _looked_up(self, record: Record, plan: Plan, found: Found | None) -> None:
-        record.lookup = outcome = "miss" if found is None else _HITS[found.tier]
-        self._stages.observer.on_event(CacheLookup(tier="result", outcome=outcome, policy=plan.policy.policy))
 
     def _deadline(self, exchange: Exchange, plan: Plan) -> Deadline:
         allowed = plan.deadline_s
@@ -194,5 +222,4 @@ class Pipeline:
 
 
 _NO_VARY: dict[str, str] = {}
-_HITS = {"l1": "hit-l1", "l2": "hit-l2"}
 _CLASS_NAMES = {Priority.VIP: "vip", Priority.NORMAL: "normal", Priority.BATCH: "batch"}

@@ -47,7 +47,6 @@ class Refresher:
                 started=self._clock.now(),
                 rule=found.header.rule,
             ),
-            identity=exchange.identity,
         )
         attempt = Attempt(hidden, plan, backend, digest, first_choice=found.header.first_choice)
         task = asyncio.create_task(self._refresh(attempt, digest.key), name="cache-refresh")

@@ -55,6 +55,10 @@ def serve(
     stand_in = _start_stand_in(config) if with_stand_in and not os.environ.get("HEAVY_BASE_URL") else None
     try:
         uvloop.run(run(config))
+    except OSError as error:
+        addresses = f"{config.listen.host}:{config.listen.port} or {config.admin.host}:{config.admin.port}"
+        print(f"gateway serve: cannot listen on {addresses}: {error.strerror or error}", file=sys.stderr)
+        raise typer.Exit(1) from None
     finally:
         if stand_in is not None:
             _stop(stand_in)

@@ -17,6 +17,7 @@ from cache.single_flight import Flights
 from gateway.config_sections import Config
 from gateway.control.hub import WorkerPort
 from gateway.edge.listener import Listener
+from gateway.observe.batch import BatchedObserver
 from gateway.observe.loop_lag import watch_loop_lag
 from gateway.observe.metric_store import Metrics
 from gateway.observe.recent import RecentRequests
@@ -49,6 +50,7 @@ class WorkerParts:
     flights: Flights
     refresher: Refresher
     recent: RecentRequests
+    events: BatchedObserver
     metrics: Metrics
     #: Closed last, in this order: shared stores and the like.
     closers: tuple[Any, ...]
@@ -111,6 +113,7 @@ class Worker:
         for backend in parts.backends.values():
             await backend.aclose()
         await parts.cache.aclose()
+        parts.events.flush()
         for closer in parts.closers:
             await closer.aclose()
 
@@ -131,12 +134,15 @@ class Worker:
         return {"changed": changed, "keys": len(identities), "problem": identities.problem}
 
     async def _metrics(self, payload: dict[str, Any]) -> Any:
+        self._parts.events.flush()
         return msgspec.to_builtins(self._parts.metrics.families())
 
     async def _why(self, payload: dict[str, Any]) -> Any:
+        self._parts.events.flush()
         return self._parts.recent.explain(payload["id"])
 
     async def _requests(self, payload: dict[str, Any]) -> Any:
+        self._parts.events.flush()
         return self._parts.recent.newest(payload["count"])
 
     async def _policies(self, payload: dict[str, Any]) -> Any:

@@ -19,6 +19,8 @@ class Parsed(msgspec.Struct):
     stream: bool = False
     include_usage: bool = False
     hint: Any = None
+    #: What the pipeline found out about this very body; only kept for bodies that are asked again and again.
+    prepared: Any = None
     #: A time limit that the wire format itself carries.
     timeout_s: float | None = None
 

@@ -22,6 +22,7 @@ from gateway.edge.answer_headers import answer_headers
 from gateway.edge.codec import Codec, Parsed
 from gateway.edge.oip_codec import OipCodec, OipPaths
 from gateway.edge.openai_codec import ChatCodec, EmbeddingsCodec, models_list, openai_error
+from gateway.edge.repeated import RepeatedBodies
 from gateway.edge.sse import send_stream
 from gateway.exchange import DEFAULT_CONTROLS, Controls, Exchange, Handler, Record, Reply
 from gateway.readiness import Readiness
@@ -29,6 +30,7 @@ from policies.core.clock import Clock
 from policies.core.errors import (
     BodyTooLarge,
     DeadlineExceeded,
+    Draining,
     GatewayError,
     InvalidRequest,
     MethodNotAllowed,
@@ -68,6 +70,7 @@ class HttpEdge:
         self._id_prefix = secrets.token_hex(6)
         self._ids = itertools.count(1)
         self._chat, self._embeddings, self._oip = ChatCodec(), EmbeddingsCodec(), OipCodec()
+        self._repeated = RepeatedBodies()
         self._oip_paths = OipPaths(handler, readiness)
         self._exact: dict[str, tuple[str, Action]] = {
             "/v1/chat/completions": ("POST", self._on_chat),
@@ -123,11 +126,21 @@ class HttpEdge:
             expose=self._expose,
         )
         try:
+            if self._readiness.draining:
+                raise Draining("this gateway is shutting down; send the request to another one", retry_after_s=1.0)
             body = await self._read(http)
-            parsed = codec.parse(body, http.headers, model)
-            parsed.request.id = record.request_id
+            parsed = self._repeated.get(surface, body)
+            if parsed is None:
+                parsed = codec.parse(body, http.headers, model)
+                exchange = self._exchange(http, parsed, record)
+            else:
+                exchange = self._exchange(http, parsed, record)
+                exchange.prepared, exchange.shared = parsed.prepared, True
             record.stream = parsed.stream
-            reply = await self._handler.handle(self._exchange(http, parsed, record))
+            reply = await self._handler.handle(exchange)
+            if record.age_s is not None and exchange.prepared is not None:
+                parsed.prepared = exchange.prepared
+                self._repeated.add(surface, body, parsed)
             if reply.answer is None:
                 return await send_stream(http, reply, parsed.include_usage, self)
             return self._whole(codec, parsed, reply)
@@ -202,7 +215,10 @@ class HttpEdge:
             headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
         client = error_table.is_client_fault(status)
         self.complete(record, status, "client_error" if client else "failed", error.code)
-        return web.Response(status=status, body=codec.error(error, type_), headers=headers)
+        response = web.Response(status=status, body=codec.error(error, type_), headers=headers)
+        if self._readiness.draining:
+            response.force_close()
+        return response
 
     def complete(self, record: Record, status: int, outcome: str, reason: str = "") -> None:
         """The books of one request are closed."""

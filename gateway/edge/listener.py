@@ -91,10 +91,10 @@ class Listener:
                 self._idle.set()
 
     async def drain(self, limit_s: float) -> int:
-        """Stop listening, let requests finish for `limit_s`; returns how many were still under way then."""
-        if self._listening is not None:
-            self._listening.close()
-        self._server.pre_shutdown()
+        """Let requests finish for `limit_s`, then stop listening; returns how many were still under way then.
+
+        Until the last one is done the port stays open, so that `/readyz` can say 503; the edge refuses new work meanwhile.
+        """
         if self._in_flight:
             self._idle.clear()
             try:
@@ -102,7 +102,15 @@ class Listener:
                     await self._idle.wait()
             except TimeoutError:
                 return self._in_flight
+            finally:
+                self._stop_listening()
+        self._stop_listening()
         return 0
+
+    def _stop_listening(self) -> None:
+        if self._listening is not None:
+            self._listening.close()
+        self._server.pre_shutdown()
 
     async def close(self) -> None:
         """Cut what is left."""

@@ -25,7 +25,9 @@ class MetricsObserver:
             "gateway_overhead_seconds", "Seconds that were the gateway's own (neither model nor store).", ("surface",)
         )
         self._tokens = metrics.counter("gateway_tokens", "Tokens answered.", ("backend", "direction"))
-        self._lookups = metrics.counter("gateway_cache_lookups", "Cache look-ups.", ("tier", "policy", "outcome"))
+        self._lookups = metrics.counter(
+            "gateway_cache_lookups", "Look-ups in the result cache.", ("policy", "outcome")
+        )
         self._routed = metrics.counter("gateway_routed", "Routing decisions.", ("policy", "rule"))
         self._classify = metrics.histogram("gateway_classify_seconds", "Seconds to classify and route.", ("policy",))
         self._attempts = metrics.counter("gateway_attempts", "Calls of backends by outcome.", ("backend", "outcome"))
@@ -42,7 +44,6 @@ class MetricsObserver:
         self._models = metrics.gauge("gateway_model_ready", "1 when a model may be called.", ("model",), merge="max")
         self.handlers: ev.Handlers = {
             ev.Completed: self._on_completed,
-            ev.CacheLookup: self._on_lookup,
             ev.Routed: self._on_routed,
             ev.Attempted: self._on_attempted,
             ev.Degraded: self._on_degraded,
@@ -57,14 +58,13 @@ class MetricsObserver:
         self._requests.inc((event.surface, policy, event.priority, event.rung, event.outcome))
         self._seconds.observe(event.seconds, (event.surface, event.rung))
         self._overhead.observe(event.overhead_s, (event.surface,))
+        if event.lookup:
+            self._lookups.inc((policy, event.lookup))
         if event.stream and event.outcome in ("full", "degraded", "cut"):
             self._first.observe(event.first_s, (policy, event.rung))
         if event.completion_tokens and event.rung in ("light", "heavy"):
             self._tokens.inc((event.backend, "in"), event.prompt_tokens)
             self._tokens.inc((event.backend, "out"), event.completion_tokens)
-
-    def _on_lookup(self, event: ev.CacheLookup) -> None:
-        self._lookups.inc((event.tier, event.policy, event.outcome))
 
     def _on_routed(self, event: ev.Routed) -> None:
         self._routed.inc((event.policy, event.rule))

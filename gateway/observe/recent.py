@@ -5,16 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 from gateway.exchange import Record
+from policies.core.events import Completed, Handlers
 
 
 class RecentRequests:
     """Keeps the last `most` records. Adding costs next to nothing; finding one looks through all of them."""
 
-    __slots__ = ("_next", "_ring")
+    __slots__ = ("_next", "_ring", "handlers")
 
     def __init__(self, most: int = 2_000) -> None:
         self._ring: list[Record | None] = [None] * most
         self._next = 0
+        self.handlers: Handlers = {Completed: self.add}
 
     def add(self, record: Record) -> None:
         ring, at = self._ring, self._next

@@ -29,6 +29,7 @@ GatewayError
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 
@@ -229,14 +230,19 @@ class DeadlineExceeded(GatewayError):
 
 
 class NoAnswer(GatewayError):
-    """Every rung was tried or skipped. `causes` holds (rung or backend, error) in the order of the walk."""
+    """Every rung was tried or skipped. `causes` holds (backend, error) in the order of the walk, `skips` (backend, reason).
+
+    It speaks with the code of its last cause.
+    """
 
     code = "no_answer"
 
-    def __init__(self, causes: list[tuple[str, GatewayError]]) -> None:
-        steps = "; ".join(f"{name}: {error.code}" for name, error in causes) or "the ladder is empty"
-        super().__init__(f"no rung of the ladder could answer ({steps})")
+    def __init__(self, causes: list[tuple[str, GatewayError]], skips: Sequence[tuple[str, str]] = ()) -> None:
+        told = [f"{name}: {error.code}" for name, error in causes] + [f"{name} {reason}" for name, reason in skips]
+        super().__init__(f"no rung of the ladder could answer ({'; '.join(told) or 'the ladder is empty'})")
         self.causes = causes
+        if causes:
+            self.code = causes[-1][1].code  # type: ignore[misc]  # an instance is more precise than its class
         waits = [error.retry_after_s for _, error in causes if error.retry_after_s is not None]
         self.retry_after_s = min(waits) if waits else 1.0
 

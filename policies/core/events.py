@@ -24,14 +24,6 @@ class Admitted(Event, gc=False, kw_only=True):
     priority: str
 
 
-class CacheLookup(Event, gc=False, kw_only=True):
-    """`outcome`: hit-l1, hit-l2, revalidate, miss or bypass."""
-
-    tier: str
-    outcome: str
-    policy: str
-
-
 class Routed(Event, gc=False, kw_only=True):
     policy: str
     rule: str
@@ -111,6 +103,8 @@ class Completed(Event, gc=False, kw_only=True):
     #: Seconds spent waiting for a model, a store, or (in a stream) the client.
     waited_s: float = 0.0
     degraded: str = ""
+    #: Outcome of the look-up in the result cache: hit-l1, hit-l2, miss; empty where nothing was looked up.
+    lookup: str = ""
     prompt_tokens: int = 0
     completion_tokens: int = 0
 

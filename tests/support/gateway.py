@@ -65,6 +65,25 @@ def tensor_policy(**changes: Any) -> dict[str, Any]:
     return _merged(base, changes)
 
 
+#: Sections that put the two models of the `tiny_models` fixture into a gateway: `embed` and `recommender`.
+EMBEDDED: dict[str, Any] = {
+    "models": {"minilm": {}, "two-tower": {}},
+    "backends": {
+        "embed": {"kind": "onnx_embedder", "model": "minilm"},
+        "recommender": {"kind": "onnx_two_tower", "model": "two-tower"},
+    },
+}
+
+
+def recommender_policy(**changes: Any) -> dict[str, Any]:
+    """Tensor traffic to the recommender in the process."""
+    base = tensor_policy(
+        policy="recommender", match={"aliases": ["items"]}, routes=[{"name": "two-tower", "to": "recommender"}],
+        ladder=["light", "stale", "default"], default_answer={"tensors": {"x": None, "scores": [0.5, 0.5]}},
+    )  # fmt: skip
+    return _merged(base, changes)
+
+
 def _merged(base: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     whole = dict(base)
     for key, value in changes.items():
@@ -232,7 +251,7 @@ class GatewayProcess:
                     raise AssertionError(f"it ended with {self._process.returncode}: {self.output}")
                 await asyncio.sleep(0.01)
         told = self.events("ready")[0]
-        self.url, self.admin_url = told["data"], told["admin"]
+        self.url, self.admin_url = told["data"], f"http://{told['admin'].removeprefix('http://')}"
         return Client(self.url, self.admin_url)
 
     def signal(self, number: signal.Signals = signal.SIGTERM) -> None:

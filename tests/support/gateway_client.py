@@ -245,7 +245,9 @@ async def raw(url: str, request: bytes, *, within_s: float = 5.0) -> bytes:
         writer.close()
 
 
-async def open_raw(url: str, path: str, body: Any, headers: str = "") -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def open_raw(
+    url: str, path: str, body: Any, headers: str = ""
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """A POST on a connection of its own, not waiting for an answer; the test decides when to leave."""
     host, _, port = url.removeprefix("http://").partition(":")
     reader, writer = await asyncio.open_connection(host, int(port))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
 from backends.scripted_models import MODELS, TENSOR_MODELS, Script
-from backends.scripted_server import ScriptedServer, Seen
+from backends.scripted_server import ScriptedServer, Seen, _Connection
 from backends.scripted_steps import ScriptFile, Step
 from policies.core.clock import SystemClock
 
@@ -20,6 +21,11 @@ class SettableUpstream(ScriptedServer):
     def __init__(self) -> None:
         super().__init__(ScriptFile(), SystemClock())
         self.parts: dict[str, Part] = {}
+
+    async def start(self, host: str, port: int) -> None:
+        """With room for a burst of connections that have not been accepted yet."""
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(lambda: _Connection(self), host, port, backlog=2048)
 
     def play(self, **parts: Part) -> None:
         """Backend -> what it is from now on; `ok` until told otherwise."""

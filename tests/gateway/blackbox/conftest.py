@@ -13,6 +13,8 @@ from tests.support.gateway import Gateway, GatewayProcess, Serve, Start, environ
 from tests.support.gateway_client import Client
 from tests.support.redis_server import RedisServer
 from tests.support.settable_upstream import SettableUpstream
+from tests.support.tiny_bert import write_tiny_bert
+
 
 @pytest.fixture
 async def up() -> AsyncIterator[SettableUpstream]:
@@ -68,3 +70,15 @@ async def serve(up: SettableUpstream, tmp_path: Path) -> AsyncIterator[Serve]:
     yield make
     for process in started:
         await process.kill()
+
+
+@pytest.fixture(scope="session")
+def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A models folder with minilm and two-tower from random weights: quick to build and to load."""
+    from backends.onnx.prepare import prepare
+    from backends.onnx.store import ModelStore
+
+    weights = write_tiny_bert(tmp_path_factory.mktemp("weights"))
+    folder = tmp_path_factory.mktemp("models")
+    prepare(ModelStore(folder), ["minilm:q8", "two-tower:q8"], sources={"minilm": f"file:{weights}"})
+    return folder

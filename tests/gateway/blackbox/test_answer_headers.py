@@ -146,7 +146,9 @@ async def test_overhead_leaves_out_the_wait_for_the_model(client: Client, up: Se
 
 
 async def test_errors_carry_the_request_id_and_the_policy(start: Start, up: SettableUpstream) -> None:
-    gateway = await start(chat_policy(ladder=["heavy"], default_answer=None), tensor_policy(ladder=["heavy"], default_answer=None))
+    gateway = await start(
+        chat_policy(ladder=["heavy"], default_answer=None), tensor_policy(ladder=["heavy"], default_answer=None)
+    )
     up.play(heavy="status-500", scorer="error")
     for got, policy in (
         (await gateway.client.chat(HARD), "support@3"),

@@ -62,7 +62,9 @@ async def test_only_if_cached_never_calls_a_model(client: Client, up: SettableUp
 
 @BOTH
 async def test_the_clients_time_limit_holds(start: Start, up: SettableUpstream, stream: bool) -> None:
-    gateway = await start(chat_policy(ladder=["heavy"], default_answer=None), tensor_policy(ladder=["heavy"], default_answer=None))
+    gateway = await start(
+        chat_policy(ladder=["heavy"], default_answer=None), tensor_policy(ladder=["heavy"], default_answer=None)
+    )
     up.play(heavy="never", scorer="never")
     began = time.monotonic()
     limit = {"x-request-timeout-ms": "200"}

@@ -32,7 +32,9 @@ async def test_a_chat_client_that_leaves_ends_the_call(
 ) -> None:
     """With and without a flight; the one slot of the backend is free again, and no other rung was tried."""
     script, stream = WHEN[when]
-    gateway = await start(chat_policy(cache={"enabled": cached}), backends={"heavy": {"limiter": {"max_concurrent": 1}}})
+    gateway = await start(
+        chat_policy(cache={"enabled": cached}), backends={"heavy": {"limiter": {"max_concurrent": 1}}}
+    )
     up.play(heavy=script)
     reader, writer = await open_raw(gateway.url, CHAT, question(HARD, stream=stream))
     if when in ("in mid-stream", "while tokens flow"):

@@ -111,7 +111,9 @@ async def test_each_client_has_its_own_deadline(start: Start, up: SettableUpstre
 
 
 async def test_a_later_client_with_more_time_prolongs_the_call(start: Start, up: SettableUpstream) -> None:
-    gateway = await start(tensor_policy(ladder=["heavy"], default_answer=None), chat_policy(ladder=["heavy"], default_answer=None))
+    gateway = await start(
+        tensor_policy(ladder=["heavy"], default_answer=None), chat_policy(ladder=["heavy"], default_answer=None)
+    )
     up.play(heavy=SLOW)
     first = asyncio.create_task(gateway.client.chat(HARD, headers={"x-request-timeout-ms": "200"}))
     await until(lambda: up.calls("heavy") == 1)
@@ -139,7 +141,15 @@ async def test_a_stream_joined_half_way_replays_from_its_start(client: Client, u
 async def test_a_slow_follower_slows_nobody(gateway: Gateway, up: SettableUpstream) -> None:
     from tests.support.gateway_client import open_raw
 
-    up.play(heavy=(Step(wait_s=0.2), SSE, Step(tokens=Tokens(count=300, text="z" * 16_000)), Step(sse=chunk({}, "stop")), Step(sse="[DONE]")))
+    up.play(
+        heavy=(
+            Step(wait_s=0.2),
+            SSE,
+            Step(tokens=Tokens(count=300, text="z" * 16_000)),
+            Step(sse=chunk({}, "stop")),
+            Step(sse="[DONE]"),
+        )
+    )
     slow = await open_raw(gateway.url, "/v1/chat/completions", question(HARD, stream=True))
     await until(lambda: up.calls("heavy") == 1)
     got = await gateway.client.chat(HARD, stream=True)
