@@ -186,6 +186,8 @@ def edge_limits(config: Config) -> EdgeLimits:
         body_bytes=config.limits.body_bytes,
         header_bytes=config.limits.header_bytes,
         headers=config.limits.headers,
+        connections=config.limits.connections,
+        header_time_s=config.limits.header_time_s,
         body_time_s=config.limits.body_time_s,
     )
 

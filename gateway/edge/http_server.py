@@ -53,6 +53,8 @@ class EdgeLimits:
     body_bytes: int = 4 * 1024 * 1024
     header_bytes: int = 8190
     headers: int = 128
+    connections: int = 10_000
+    header_time_s: float = 10.0
     body_time_s: float = 30.0
 
 
@@ -102,6 +104,8 @@ class HttpEdge:
         """Paths with parts in them: the Open Inference Protocol; everything else is unknown."""
         path = http.path
         if path == "/v2" or path.startswith("/v2/"):
+            # Split before decoding: a model's name may hold an escaped slash.
+            path = http.rel_url.raw_path
             model = self._oip_paths.infer_model(path)
             try:
                 if model is not None:
@@ -184,6 +188,9 @@ class HttpEdge:
                 if len(body) > self._limits.body_bytes:
                     raise BodyTooLarge(f"At most {self._limits.body_bytes} bytes of body are read.")
                 return body
+            if http.headers.get("Expect", "").lower() == "100-continue" and http.transport is not None:
+                # The client waits for a word before it sends its body; the limits above have already spoken.
+                http.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             async with asyncio.timeout(self._limits.body_time_s):
                 return await http.read()
         except web.HTTPRequestEntityTooLarge:

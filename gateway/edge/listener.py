@@ -17,7 +17,29 @@ _log = structlog.get_logger("gateway.edge")
 
 class _Protocol(web.RequestHandler):
     """aiohttp's connection, but what is not HTTP is refused in our words: its own answer repeats bytes of the request,
-    which may hold a credential."""
+    which may hold a credential. A first request whose head does not arrive in time is cut off; between requests
+    aiohttp's keep-alive limit does the same."""
+
+    def __init__(self, server: _Server, limits: EdgeLimits, **options: Any) -> None:
+        super().__init__(server, **options)
+        self._limits = limits
+        self._head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        if len(self._manager.connections if self._manager is not None else ()) > self._limits.connections:
+            self.force_close()
+        else:
+            self._head_timer = self._loop.call_later(self._limits.header_time_s, self._check_head)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+        super().connection_lost(exc)
+
+    def _check_head(self) -> None:
+        if self._request_count == 0:
+            self.force_close()
 
     def handle_error(
         self,
@@ -39,8 +61,12 @@ class _Protocol(web.RequestHandler):
 class _Server(web.Server):
     """aiohttp's server with our connection."""
 
+    def __init__(self, handler: Any, limits: EdgeLimits, **options: Any) -> None:
+        super().__init__(handler, **options)
+        self._limits = limits
+
     def __call__(self) -> web.RequestHandler:
-        return _Protocol(self, loop=self._loop, **self._kwargs)
+        return _Protocol(self, self._limits, loop=self._loop, **self._kwargs)
 
 
 class Listener:
@@ -54,6 +80,7 @@ class Listener:
         self._idle = asyncio.Event()
         self._server = _Server(
             self._handle,
+            limits,
             request_factory=self._make_request,
             handler_cancellation=True,  # a client that leaves cancels its request
             access_log=None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import unquote
 
 from backends.api import Answer, BackendInfo, Priority, TensorAnswer, TensorSpec
 from backends.oip_wire import HEADER_LENGTH, ParsedInfer, read_request, write_answer
@@ -65,12 +66,12 @@ class OipPaths:
 
     @staticmethod
     def infer_model(path: str) -> str | None:
-        """The model's name when `path` is an infer path."""
+        """The model's name when `path`, not yet decoded, is an infer path."""
         parts = path.strip("/").split("/")
         if len(parts) in (4, 6) and parts[1] == "models" and parts[-1] == "infer":
             if len(parts) == 6 and parts[3] != "versions":
                 return None
-            return parts[2]
+            return unquote(parts[2])
         return None
 
     async def get(self, method: str, path: str, authorization: str | None) -> tuple[int, bytes]:
@@ -86,7 +87,7 @@ class OipPaths:
             ready = self._readiness.models_ready() and not self._readiness.draining
             return (200 if ready else 503), _dump({"ready": ready})
         if parts[0] == "models" and len(parts) in (2, 3, 4, 5):
-            return self._model(path, parts[1], parts[2:], authorization)
+            return self._model(path, unquote(parts[1]), parts[2:], authorization)
         raise UnknownPath(f"There is nothing at {path[:200]!r}.")
 
     def _model(self, path: str, model: str, rest: list[str], authorization: str | None) -> tuple[int, bytes]:
