@@ -168,8 +168,10 @@ class ResultCache:
             return None
         age_s = max(0.0, header.life_s - (item.expires_at - self._clock.now()))
         delta_s = header.compute_ms / 1000.0
-        u = 1.0 - self._random() if may_be_early(age_s, life, header.jitter, delta_s) else 1.0
-        state = freshness(age_s, life, jitter=header.jitter, delta_s=delta_s, u=u)
+        if age_s <= life.stale and not may_be_early(age_s, life, header.jitter, delta_s):
+            # Far from its expiry, as nearly always: no draw could make it anything but fresh.
+            return Found(key, entry.answer, header, age_s, tier, Freshness.FRESH)
+        state = freshness(age_s, life, jitter=header.jitter, delta_s=delta_s, u=1.0 - self._random())
         return None if state is Freshness.DEAD else Found(key, entry.answer, header, age_s, tier, state)
 
     def _hit(self, found: Found) -> Found:

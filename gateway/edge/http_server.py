@@ -24,6 +24,7 @@ from gateway.edge.oip_codec import OipCodec, OipPaths
 from gateway.edge.openai_codec import ChatCodec, EmbeddingsCodec, models_list, openai_error
 from gateway.edge.repeated import RepeatedBodies
 from gateway.edge.sse import send_stream
+from gateway.edge.whole_response import DateHeader, WholeResponse, fits
 from gateway.exchange import DEFAULT_CONTROLS, Controls, Exchange, Handler, Record, Reply
 from gateway.readiness import Readiness
 from policies.core.clock import Clock
@@ -73,6 +74,7 @@ class HttpEdge:
         self._ids = itertools.count(1)
         self._chat, self._embeddings, self._oip = ChatCodec(), EmbeddingsCodec(), OipCodec()
         self._repeated = RepeatedBodies()
+        self._date = DateHeader(clock)
         self._oip_paths = OipPaths(handler, readiness)
         self._exact: dict[str, tuple[str, Action]] = {
             "/v1/chat/completions": ("POST", self._on_chat),
@@ -83,7 +85,8 @@ class HttpEdge:
         }
 
     def __call__(self, http: web.BaseRequest) -> Awaitable[web.StreamResponse]:
-        found = self._exact.get(http.path)
+        # The path as it was sent nearly always is one of ours; decoding it costs more than looking it up.
+        found = self._exact.get(http.raw_path) or self._exact.get(http.path)
         if found is None:
             return self._other(http)
         method, action = found
@@ -147,7 +150,7 @@ class HttpEdge:
                 self._repeated.add(surface, body, parsed)
             if reply.answer is None:
                 return await send_stream(http, reply, parsed.include_usage, self)
-            return self._whole(codec, parsed, reply)
+            return self._whole(http, codec, parsed, reply)
         except GatewayError as error:
             return self._failed(error, record, codec)
         except (asyncio.CancelledError, ConnectionResetError):
@@ -178,29 +181,30 @@ class HttpEdge:
 
     async def _read(self, http: web.BaseRequest) -> bytes:
         """The whole body, within the limits of size and time. aiohttp undoes gzip and deflate and bounds the result."""
-        length = http.content_length
-        if length is not None and length > self._limits.body_bytes:
-            raise BodyTooLarge(f"The body has {length} bytes; at most {self._limits.body_bytes} are read.")
+        most = self._limits.body_bytes
         try:
             if http.content.is_eof():
                 # All of it is here already, as nearly always: take it without the reading loop.
                 body = http.content.read_nowait(-1)
-                if len(body) > self._limits.body_bytes:
-                    raise BodyTooLarge(f"At most {self._limits.body_bytes} bytes of body are read.")
+                if len(body) > most:
+                    raise BodyTooLarge(f"The body has {len(body)} bytes; at most {most} are read.")
                 return body
+            length = http.content_length
+            if length is not None and length > most:
+                raise BodyTooLarge(f"The body has {length} bytes; at most {most} are read.")
             if http.headers.get("Expect", "").lower() == "100-continue" and http.transport is not None:
                 # The client waits for a word before it sends its body; the limits above have already spoken.
                 http.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             async with asyncio.timeout(self._limits.body_time_s):
                 return await http.read()
         except web.HTTPRequestEntityTooLarge:
-            raise BodyTooLarge(f"At most {self._limits.body_bytes} bytes of body are read.") from None
+            raise BodyTooLarge(f"At most {most} bytes of body are read.") from None
         except TimeoutError:
             raise DeadlineExceeded(f"The body did not arrive within {self._limits.body_time_s:g} s.") from None
         except web.RequestPayloadError as error:
             raise UnsupportedMedia(f"The body could not be read: {str(error)[:200]}") from None
 
-    def _whole(self, codec: Codec, parsed: Parsed, reply: Reply) -> web.Response:
+    def _whole(self, http: web.BaseRequest, codec: Codec, parsed: Parsed, reply: Reply) -> web.StreamResponse:
         record, answer = reply.record, reply.answer
         assert answer is not None
         written = codec.write(answer, parsed)
@@ -212,6 +216,8 @@ class HttpEdge:
         if written.headers:
             headers.update(written.headers)
         self.complete(record, 200, "degraded" if record.degraded else "full")
+        if fits(http):
+            return WholeResponse(headers, written.body, self._date.text())
         return web.Response(body=written.body, headers=headers)
 
     def _failed(self, error: GatewayError, record: Record, codec: Codec) -> web.Response:

@@ -75,6 +75,7 @@ class Listener:
     def __init__(self, edge: HttpEdge, limits: EdgeLimits) -> None:
         self._edge = edge
         self._limits = limits
+        self._loop = asyncio.get_running_loop()
         self._listening: asyncio.Server | None = None
         self._in_flight = 0
         self._idle = asyncio.Event()
@@ -96,17 +97,16 @@ class Listener:
 
     async def start(self, host: str, port: int) -> int:
         """Listen; returns the port (of use when 0 was asked for). Raises OSError."""
-        loop = asyncio.get_running_loop()
-        self._listening = await loop.create_server(self._server, host, port, backlog=1024, reuse_address=True)
+        self._listening = await self._loop.create_server(self._server, host, port, backlog=1024, reuse_address=True)
         bound: int = self._listening.sockets[0].getsockname()[1]
         return bound
 
     def _make_request(
         self, message: Any, payload: Any, protocol: Any, writer: Any, task: asyncio.Task[None]
     ) -> web.BaseRequest:
-        loop = asyncio.get_running_loop()
-        size = self._limits.body_bytes
-        return web.BaseRequest(message, payload, protocol, writer, task, loop, client_max_size=size)
+        return web.BaseRequest(
+            message, payload, protocol, writer, task, self._loop, client_max_size=self._limits.body_bytes
+        )
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         self._in_flight += 1

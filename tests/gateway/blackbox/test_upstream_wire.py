@@ -65,5 +65,5 @@ async def test_cookies_of_an_upstream_are_neither_kept_nor_passed_on(client: Cli
         got = await client.chat(f"{HARD} {number}")
         assert got.text == "good"
         assert not {"set-cookie", "x-upstream"} & {name.lower() for name in got.headers}
-        assert got.headers["Server"] != "inner"
+        assert got.headers.get("Server") != "inner"
     assert "cookie" not in up.last_seen("heavy").headers
