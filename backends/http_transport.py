@@ -157,7 +157,7 @@ class HttpTransport:
         session = self._session or self._open()
         try:
             # Large bytes as they are would be written in one piece, and aiohttp warns of that.
-            data = body if len(body) <= _LARGE_BODY_BYTES else io.BytesIO(body)
+            data = aiohttp.BytesPayload(body) if len(body) <= _LARGE_BODY_BYTES else io.BytesIO(body)
             response = await session.post(url, data=data, headers=headers, allow_redirects=False)
         except aiohttp.ClientError as error:
             raise self._unsent(error) from error

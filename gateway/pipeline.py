@@ -30,7 +30,7 @@ from gateway.refresh import Refresher
 from policies.core.clock import Clock
 from policies.core.deadline import Deadline
 from policies.core.errors import InvalidRequest, NotCached, UnknownModel
-from policies.core.events import Observer, Routed
+from policies.core.events import Observer
 from routing.router import RouteDecision
 from routing.view import RequestView
 
@@ -198,15 +198,7 @@ class Pipeline:
             await plan.classifier.read_embedding(view, reading, deadline.within(deadline.remaining() * _CLASSIFY_SHARE))
         decision = plan.router.route(reading)
         record.explain = (plan.router, reading)
-        stages.observer.on_event(
-            Routed(
-                request_id=record.request_id,
-                policy=plan.policy.policy,
-                rule=decision.rule,
-                candidates=decision.first,
-                seconds=stages.clock.now() - began,
-            )
-        )
+        record.classify_s = stages.clock.now() - began
         return decision
 
     def models(self, authorization: str | None) -> list[tuple[str, str]]:

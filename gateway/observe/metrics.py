@@ -44,7 +44,6 @@ class MetricsObserver:
         self._models = metrics.gauge("gateway_model_ready", "1 when a model may be called.", ("model",), merge="max")
         self.handlers: ev.Handlers = {
             ev.Completed: self._on_completed,
-            ev.Routed: self._on_routed,
             ev.Attempted: self._on_attempted,
             ev.Degraded: self._on_degraded,
             ev.BreakerChanged: self._on_breaker,
@@ -58,6 +57,9 @@ class MetricsObserver:
         self._requests.inc((event.surface, policy, event.priority, event.rung, event.outcome))
         self._seconds.observe(event.seconds, (event.surface, event.rung))
         self._overhead.observe(event.overhead_s, (event.surface,))
+        if event.classify_s:
+            self._routed.inc((policy, event.rule))
+            self._classify.observe(event.classify_s, (policy,))
         if event.lookup:
             self._lookups.inc((policy, event.lookup))
         if event.stream and event.outcome in ("full", "degraded", "cut"):
@@ -65,10 +67,6 @@ class MetricsObserver:
         if event.completion_tokens and event.rung in ("light", "heavy"):
             self._tokens.inc((event.backend, "in"), event.prompt_tokens)
             self._tokens.inc((event.backend, "out"), event.completion_tokens)
-
-    def _on_routed(self, event: ev.Routed) -> None:
-        self._routed.inc((event.policy, event.rule))
-        self._classify.observe(event.seconds, (event.policy,))
 
     def _on_attempted(self, event: ev.Attempted) -> None:
         self._attempts.inc((event.backend, event.outcome))

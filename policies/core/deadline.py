@@ -21,7 +21,7 @@ class Deadline:
     def __init__(self, at: float, clock: Clock) -> None:
         self.at = at
         self.clock = clock
-        self.open_timeouts: list[asyncio.Timeout] | None = None
+        self.open_timeouts: list[_DeadlineTimeout] | None = None
 
     @classmethod
     def after(cls, seconds: float, clock: Clock) -> Deadline:
@@ -47,10 +47,8 @@ class Deadline:
         if at <= self.at:
             return
         self.at = at
-        if self.open_timeouts:
-            when = asyncio.get_running_loop().time() + self.remaining()
-            for timeout in self.open_timeouts:
-                timeout.reschedule(when)
+        for timeout in self.open_timeouts or ():
+            timeout.reschedule()
 
     def timeout(self) -> _DeadlineTimeout:
         """`async with deadline.timeout():` raises DeadlineExceeded when the moment passes inside the block."""
@@ -61,33 +59,47 @@ class Deadline:
 
 
 class _DeadlineTimeout:
-    __slots__ = ("_deadline", "_timeout")
+    """What `asyncio.timeout` does, in one object instead of three: every call of a backend passes through here."""
+
+    __slots__ = ("_cancelling", "_deadline", "_expired", "_timer", "task")
 
     def __init__(self, deadline: Deadline) -> None:
         self._deadline = deadline
-        self._timeout: asyncio.Timeout | None = None
+        self._expired = False
 
     async def __aenter__(self) -> None:
-        remaining = self._deadline.remaining()
+        deadline = self._deadline
+        remaining = deadline.remaining()
         if remaining <= 0:
             raise DeadlineExceeded
-        self._timeout = timeout = asyncio.timeout(remaining)
-        await timeout.__aenter__()
-        if self._deadline.open_timeouts is None:
-            self._deadline.open_timeouts = [timeout]
+        loop = asyncio.get_running_loop()
+        task = asyncio.current_task(loop)
+        assert task is not None, "a deadline guards a task"
+        self.task = task
+        #: Cancellations that were asked for before: they are not ours to swallow.
+        self._cancelling = task.cancelling()
+        self._timer = loop.call_later(remaining, self._expire)
+        if deadline.open_timeouts is None:
+            deadline.open_timeouts = [self]
         else:
-            self._deadline.open_timeouts.append(timeout)
+            deadline.open_timeouts.append(self)
+
+    def reschedule(self) -> None:
+        """The deadline has moved."""
+        self._timer.cancel()
+        if not self._expired:
+            self._timer = self.task.get_loop().call_later(self._deadline.remaining(), self._expire)
+
+    def _expire(self) -> None:
+        self._expired = True
+        self.task.cancel()
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        timeout = self._timeout
-        assert timeout is not None and self._deadline.open_timeouts is not None
-        self._deadline.open_timeouts.remove(timeout)
-        try:
-            await timeout.__aexit__(kind, error, trace)
-        except TimeoutError as raised:
-            # Only our own expiry becomes DeadlineExceeded; a TimeoutError of the body passes as it is.
-            if timeout.expired():
-                raise DeadlineExceeded from raised
-            raise
+        self._timer.cancel()
+        assert self._deadline.open_timeouts is not None
+        self._deadline.open_timeouts.remove(self)
+        if self._expired and self.task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
+            # Nobody else cancelled the task: the cancellation was our own.
+            raise DeadlineExceeded from error

@@ -24,13 +24,6 @@ class Admitted(Event, gc=False, kw_only=True):
     priority: str
 
 
-class Routed(Event, gc=False, kw_only=True):
-    policy: str
-    rule: str
-    candidates: tuple[str, ...]
-    seconds: float
-
-
 class Attempted(Event, gc=False, kw_only=True):
     """One call of one backend ended. `outcome`: ok, or the error's code, or client_closed.
 
@@ -103,6 +96,8 @@ class Completed(Event, gc=False, kw_only=True):
     #: Seconds spent waiting for a model, a store, or (in a stream) the client.
     waited_s: float = 0.0
     degraded: str = ""
+    #: Seconds to classify and route; 0 where there was nothing to decide.
+    classify_s: float = 0.0
     #: Outcome of the look-up in the result cache: hit-l1, hit-l2, miss; empty where nothing was looked up.
     lookup: str = ""
     prompt_tokens: int = 0
