@@ -181,7 +181,7 @@ class ResultCache:
 
     # ----------------------------------------------------------------------------------------------------- writing
 
-    def put(  # noqa: PLR0917  what is stored, what it is, how long
+    def put(
         self, key: bytes, check: bytes, answer: Answer, meta: EntryMeta, compute_ms: float, life: Life
     ) -> bool:
         """Store `answer`, which took `compute_ms` to compute, for `life.stale` seconds. False = it must not be stored."""

@@ -21,7 +21,7 @@ from backends.openai_assemble import replay
 from cache.key import RequestDigest, entry_key
 from cache.result import Found, ResultCache
 from gateway.dispatch import Attempt, Dispatcher
-from gateway.exchange import Exchange, Reply
+from gateway.exchange import Exchange, Reply, RungStep
 from gateway.latency import FirstOutputs
 from gateway.plan import Plan
 from policies.core.clock import Clock
@@ -86,7 +86,7 @@ class Walker:
                     request_id=exchange.record.request_id,
                     policy=plan.policy.policy,
                     rung=step.rung,
-                    reason=exchange.record.steps[-1]["outcome"],
+                    reason=exchange.record.steps[-1].outcome,
                 )
             )
         raise walk.failure()
@@ -207,17 +207,13 @@ class _Walk:
         return self.plan.backends[first[0]].info if first else None
 
     def note(self, step: Step, outcome: str, seconds: float) -> None:
-        self.exchange.record.steps.append(
-            {"rung": step.rung, "backend": step.backend, "outcome": outcome, "ms": round(seconds * 1000, 2)}
-        )
+        self.exchange.record.steps.append(RungStep(step.rung, step.backend, outcome, seconds))
 
     def skip(self, step: Step, reason: str) -> None:
         """A rung that was not tried. A missing capability is remembered; an empty stale rung is no cause of anything."""
         if step.backend:
             self.skips.append((step.backend, reason))
-        self.exchange.record.steps.append(
-            {"rung": step.rung, "backend": step.backend, "outcome": "skipped", "reason": reason, "ms": 0.0}
-        )
+        self.exchange.record.steps.append(RungStep(step.rung, step.backend, "skipped", reason=reason))
 
     def fail(self, step: Step, error: GatewayError, seconds: float) -> None:
         self.causes.append((step.backend, error))

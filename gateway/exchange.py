@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -28,6 +28,16 @@ class Controls(msgspec.Struct, frozen=True):
 DEFAULT_CONTROLS = Controls()
 
 
+class RungStep(NamedTuple):
+    """One rung of a walk. `outcome`: ok, hit-l1, hit-l2, skipped, or an error's code."""
+
+    rung: str
+    backend: str
+    outcome: str
+    seconds: float = 0.0
+    reason: str = ""
+
+
 class Record(Completed, kw_only=True):
     """How one request went: the source of the answer's headers and of `gateway why`, and itself the Completed event.
 
@@ -44,8 +54,8 @@ class Record(Completed, kw_only=True):
     explain: tuple[Any, Any] | None = None
     #: Digest of the request; empty where nothing was looked up.
     digest: bytes = b""
-    #: One dict a rung: rung, backend, outcome, reason, milliseconds.
-    steps: list[dict[str, Any]] = []
+    #: What became of each rung, in order.
+    steps: list[RungStep] = []
 
 
 class Exchange(msgspec.Struct):

@@ -25,9 +25,7 @@ class MetricsObserver:
             "gateway_overhead_seconds", "Seconds that were the gateway's own (neither model nor store).", ("surface",)
         )
         self._tokens = metrics.counter("gateway_tokens", "Tokens answered.", ("backend", "direction"))
-        self._lookups = metrics.counter(
-            "gateway_cache_lookups", "Look-ups in the result cache.", ("policy", "outcome")
-        )
+        self._lookups = metrics.counter("gateway_cache_lookups", "Look-ups in the result cache.", ("policy", "outcome"))
         self._routed = metrics.counter("gateway_routed", "Routing decisions.", ("policy", "rule"))
         self._classify = metrics.histogram("gateway_classify_seconds", "Seconds to classify and route.", ("policy",))
         self._attempts = metrics.counter("gateway_attempts", "Calls of backends by outcome.", ("backend", "outcome"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gateway.exchange import Record
+from gateway.exchange import Record, RungStep
 from policies.core.events import Completed, Handlers
 
 
@@ -59,9 +59,18 @@ def _explained(record: Record) -> dict[str, Any]:
         },
         "tokens": {"in": record.prompt_tokens, "out": record.completion_tokens},
         "lookup": {"request_digest": record.digest.hex(), "outcome": record.lookup},
-        "steps": record.steps,
+        "steps": [_step(step) for step in record.steps],
     }
     if record.explain is not None:
         router, reading = record.explain
         told["decision"] = router.explain(reading)
+    return told
+
+
+def _step(step: RungStep) -> dict[str, Any]:
+    told: dict[str, Any] = {"rung": step.rung, "backend": step.backend, "outcome": step.outcome}
+    if step.reason:
+        told["reason"] = step.reason
+    else:
+        told["ms"] = round(step.seconds * 1000, 2)
     return told

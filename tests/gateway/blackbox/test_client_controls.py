@@ -29,11 +29,16 @@ async def test_no_cache_asks_the_model_and_renews_what_is_stored(
 
 
 @BOTH
-async def test_no_store_leaves_nothing_behind(client: Client, up: SettableUpstream, stream: bool) -> None:
-    got = await client.chat(HARD, stream=stream, headers={"Cache-Control": "no-store"})
+async def test_no_store_leaves_nothing_behind_and_takes_nothing_stored(
+    client: Client, up: SettableUpstream, stream: bool
+) -> None:
+    no_store = {"Cache-Control": "no-store"}
+    got = await client.chat(HARD, stream=stream, headers=no_store)
     assert (got.status, got.said("rung")) == (200, "heavy")
     assert (await client.chat(HARD, stream=stream)).said("rung") == "heavy"
-    assert up.calls("heavy") == 2
+    assert (await client.chat(HARD, stream=stream, headers=no_store)).said("rung") == "heavy"
+    assert (await client.chat(HARD, stream=stream)).said("rung") == "hit-l1"
+    assert up.calls("heavy") == 3
 
 
 async def test_tensors_obey_the_same_cache_controls(client: Client, up: SettableUpstream) -> None:
