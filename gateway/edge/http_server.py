@@ -21,7 +21,7 @@ from gateway import error_table
 from gateway.edge.answer_headers import answer_headers
 from gateway.edge.codec import Codec, Parsed
 from gateway.edge.oip_codec import OipCodec, OipPaths
-from gateway.edge.openai_codec import ChatCodec, EmbeddingsCodec, models_list, openai_error
+from gateway.edge.openai_codec import ChatCodec, EmbeddingsCodec, models_list, one_model, openai_error
 from gateway.edge.repeated import RepeatedBodies
 from gateway.edge.sse import send_stream
 from gateway.edge.whole_response import DateHeader, WholeResponse, fits
@@ -119,6 +119,8 @@ class HttpEdge:
                 return web.Response(status=status, body=body, content_type=_JSON)
             except GatewayError as error:
                 return self._refusal(error, self._oip)
+        if path.startswith("/v1/models/") and http.method in ("GET", "HEAD"):
+            return await self._on_models(http)
         return self._refusal(
             UnknownPath(
                 f"There is nothing at {path[:200]!r}. Chat is POST /v1/chat/completions, tensors POST /v2/models/NAME/infer."
@@ -259,9 +261,11 @@ class HttpEdge:
     async def _on_models(self, http: web.BaseRequest) -> web.StreamResponse:
         try:
             names = self._handler.models(http.headers.get("Authorization"))
+            wanted = http.path.removeprefix("/v1/models").removeprefix("/")
+            body = one_model(names, wanted, self._started_wall) if wanted else models_list(names, self._started_wall)
         except GatewayError as error:
             return self._refusal(error)
-        return web.Response(body=models_list(names, self._started_wall), content_type=_JSON)
+        return web.Response(body=body, content_type=_JSON)
 
     async def _on_live(self, http: web.BaseRequest) -> web.StreamResponse:
         return web.Response(body=b'{"status":"alive"}', content_type=_JSON)

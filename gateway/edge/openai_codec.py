@@ -13,7 +13,7 @@ import orjson
 from backends.api import Answer, ChatAnswer, ChatRequest, EmbeddingsAnswer, EmbeddingsRequest
 from backends.json_codec import decode_object
 from gateway.edge.codec import Parsed, Written, require
-from policies.core.errors import ClientFault, GatewayError, InvalidRequest
+from policies.core.errors import ClientFault, GatewayError, InvalidRequest, UnknownModel
 
 _NUMBER: tuple[type, ...] = (int, float)
 #: Field -> (accepted JSON types, what to say). null is accepted everywhere, as OpenAI does.
@@ -183,5 +183,17 @@ def openai_error(error: GatewayError, type_: str) -> bytes:
 
 def models_list(names: list[tuple[str, str]], created: int) -> bytes:
     """`GET /v1/models`."""
-    data = [{"id": name, "object": "model", "created": created, "owned_by": owner} for name, owner in names]
+    data = [_model(name, owner, created) for name, owner in names]
     return json.dumps({"object": "list", "data": data}, ensure_ascii=False).encode()
+
+
+def one_model(names: list[tuple[str, str]], wanted: str, created: int) -> bytes:
+    """`GET /v1/models/{name}`. Raises UnknownModel."""
+    for name, owner in names:
+        if name == wanted:
+            return json.dumps(_model(name, owner, created), ensure_ascii=False).encode()
+    raise UnknownModel(wanted)
+
+
+def _model(name: str, owner: str, created: int) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": created, "owned_by": owner}
