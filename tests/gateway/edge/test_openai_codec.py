@@ -47,7 +47,7 @@ def test_wrong_fields_are_named(fields: dict[str, object], param: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         parse(**fields)
     assert caught.value.param == param
-    assert param.split(".")[-1].split("[")[0] in str(caught.value)
+    assert param.rsplit(".", maxsplit=1)[-1].split("[", maxsplit=1)[0] in str(caught.value)
 
 
 def test_what_openai_accepts_passes() -> None:
