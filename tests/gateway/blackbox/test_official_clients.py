@@ -118,6 +118,9 @@ async def test_embeddings_as_floats_and_as_base64(client: openai.AsyncOpenAI) ->
 async def test_models(client: openai.AsyncOpenAI) -> None:
     names = {model.id async for model in client.models.list()}
     assert {"auto", "heavy", "light", "embed"} <= names
+    assert (await client.models.retrieve("auto")).id == "auto"
+    with pytest.raises(openai.NotFoundError):
+        await client.models.retrieve("nobody")
 
 
 async def test_errors_are_of_the_right_class(client: openai.AsyncOpenAI, up: SettableUpstream) -> None:

@@ -50,7 +50,7 @@ async def test_metadata_of_an_unknown_tensor_model_is_404(client: Client) -> Non
 
 @pytest.mark.parametrize(
     "path",
-    ["/", "/v1", "/v1/", "/v1/completions", "/v1/chat/completions/", "/v1/models/auto", "/nothing", "/v3/models"],
+    ["/", "/v1", "/v1/", "/v1/completions", "/v1/chat/completions/", "/v1/model", "/nothing", "/v3/models"],
 )
 @pytest.mark.parametrize("method", ["GET", "POST"])
 async def test_an_unknown_path_is_a_404_in_json(client: Client, path: str, method: str) -> None:
