@@ -5,7 +5,7 @@ from __future__ import annotations
 import unicodedata
 from typing import Any
 
-from backends.api import BackendInfo, ChatRequest, EmbeddingsRequest, Request, Surface, TensorRequest
+from backends.api import BackendInfo, ChatRequest, EmbeddingsRequest, Request, TensorRequest
 from policies.core.errors import InvalidRequest
 
 #: Scripts that only some languages use; Latin text is taken as English unless the operator declares more.
@@ -162,7 +162,3 @@ def script_language(text: str) -> str:
         return "ja"
     language, count = max(counts.items(), key=lambda item: item[1], default=("en", 0))
     return language if count >= _SCRIPT_SHARE * letters else "en"
-
-
-def serves(info: BackendInfo, surface: Surface) -> bool:
-    return surface in info.capabilities.surfaces

@@ -19,13 +19,15 @@ from policies.core.errors import BackendError, CannotServe
 class OipBackend:
     """Tensors from `{base_url}/v2/models/{info.model}/infer`; `base_url` is the server's root."""
 
-    __slots__ = ("_model", "_transport", "_url", "info")
+    __slots__ = ("_model", "_target", "_transport", "info")
 
     def __init__(self, info: BackendInfo, options: HttpOptions, clock: Clock) -> None:
         self.info = info
         self._model = info.model
         self._transport = HttpTransport(info.name, options, clock)
-        self._url = self._transport.url(f"/v2/models/{quote(info.model, safe='')}/infer")
+        self._target = self._transport.target(
+            f"/v2/models/{quote(info.model, safe='')}/infer", {"accept": "application/octet-stream, application/json"}
+        )
 
     @property
     def in_flight(self) -> int:
@@ -35,8 +37,7 @@ class OipBackend:
         if type(request) is not TensorRequest:
             raise CannotServe(f"the backend {self.info.name!r} serves tensors only")
         headers, body = write_request(request)
-        headers["accept"] = "application/octet-stream, application/json"
-        answered, data = await self._transport.exchange(self._url, headers, body, deadline)
+        answered, data = await self._transport.exchange(self._target, headers, body, deadline)
         try:
             return read_answer(data, answered.get(HEADER_LENGTH), self._model)
         except BackendError as error:

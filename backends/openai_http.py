@@ -19,10 +19,10 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Any
 
-import aiohttp
 import msgspec
 
 from backends.api import BackendInfo, ChatAnswer, ChatRequest, Chunk, Health, Request
+from backends.http_connection import Response
 from backends.http_transport import HttpOptions, HttpTransport
 from backends.openai_assemble import replay
 from backends.openai_stream import ChunkStream
@@ -39,10 +39,23 @@ def _choices(body: dict[str, Any]) -> int:
     return count if isinstance(count, int) and count > 1 else 1
 
 
+def _headers(request: ChatRequest) -> dict[str, str]:
+    return {"x-request-id": request.id} if request.id else {}
+
+
 class OpenAIBackend:
     """`info.model` is the model name sent upstream. `skipped_events` counts malformed lines left out of streams."""
 
-    __slots__ = ("_clock", "_max_body_bytes", "_model", "_transport", "_url", "info", "skipped_events")
+    __slots__ = (
+        "_clock",
+        "_max_body_bytes",
+        "_model",
+        "_stream_target",
+        "_target",
+        "_transport",
+        "info",
+        "skipped_events",
+    )
 
     def __init__(self, info: BackendInfo, options: HttpOptions, clock: Clock) -> None:
         self.info = info
@@ -51,7 +64,9 @@ class OpenAIBackend:
         self._clock = clock
         self._max_body_bytes = options.max_body_bytes
         self._transport = HttpTransport(info.name, options, clock)
-        self._url = self._transport.url("/chat/completions")
+        for_json = {"content-type": "application/json"}
+        self._target = self._transport.target("/chat/completions", {**for_json, "accept": "application/json"})
+        self._stream_target = self._transport.target("/chat/completions", {**for_json, "accept": "text/event-stream"})
 
     @property
     def in_flight(self) -> int:
@@ -64,10 +79,7 @@ class OpenAIBackend:
         body["model"] = self._model
         body["stream"] = False
         body.pop("stream_options", None)  # refused by services when the answer is not a stream
-        headers = {"content-type": "application/json", "accept": "application/json"}
-        if request.id:
-            headers["x-request-id"] = request.id
-        _, data = await self._transport.exchange(self._url, headers, _encode(body), deadline)
+        _, data = await self._transport.exchange(self._target, _headers(request), _encode(body), deadline)
         return self._whole(data)
 
     async def stream(self, request: ChatRequest, deadline: Deadline) -> AsyncIterator[Chunk]:
@@ -108,22 +120,19 @@ class OpenAIBackend:
     async def aclose(self) -> None:
         await self._transport.aclose()
 
-    async def _open(self, request: ChatRequest, deadline: Deadline) -> aiohttp.ClientResponse:
+    async def _open(self, request: ChatRequest, deadline: Deadline) -> Response:
         body = request.body.copy()
         body["model"] = self._model
         body["stream"] = True
         body["stream_options"] = {**(body.get("stream_options") or {}), "include_usage": True}
-        headers = {"content-type": "application/json", "accept": "text/event-stream"}
-        if request.id:
-            headers["x-request-id"] = request.id
-        return await self._transport.send(self._url, headers, _encode(body), deadline)
+        return await self._transport.send(self._stream_target, _headers(request), _encode(body), deadline)
 
-    async def _first(self, source: ChunkStream, response: aiohttp.ClientResponse) -> list[Chunk]:
+    async def _first(self, source: ChunkStream, response: Response) -> list[Chunk]:
         if response.content_type == "text/html":
             raise MalformedAnswer(f"the backend {self.info.name!r} answered with a web page", self.info.name)
         return await source.first()
 
-    async def _read_whole(self, response: aiohttp.ClientResponse) -> bytes:
+    async def _read_whole(self, response: Response) -> bytes:
         try:
             return await self._transport.read(response, self._max_body_bytes)
         except BaseException:

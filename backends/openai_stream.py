@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-import aiohttp
+from aiohttp import ClientPayloadError
 
 from backends.api import Chunk, ChunkKind
+from backends.http_connection import Response
 from backends.http_transport import HttpTransport
 from backends.openai_wire import ChunkKinds
 from backends.sse import SseReader
@@ -22,7 +23,7 @@ class ChunkStream:
 
     __slots__ = ("_content", "_done", "_failure", "_kinds", "_response", "_seen", "_sse", "_transport", "skipped")
 
-    def __init__(self, transport: HttpTransport, response: aiohttp.ClientResponse, choices: int) -> None:
+    def __init__(self, transport: HttpTransport, response: Response, choices: int) -> None:
         self._transport = transport
         self._response = response
         self._content = response.content
@@ -61,7 +62,7 @@ class ChunkStream:
         while not self._done and self._failure is None:
             try:
                 data = await self._content.readany()
-            except (aiohttp.ClientError, OSError) as error:
+            except (ClientPayloadError, OSError) as error:
                 self._end(self._transport.cut(error))
                 break
             if data:

@@ -1,4 +1,4 @@
-"""A place for a model that may still be loading, may fail to load, or may be exchanged while requests run.
+"""A place for a model that may still be loading or may fail to load.
 
 The slot is a Backend. Without a model it refuses with ModelNotReady, so its rung is skipped; loading is tried again with
 growing waits until it succeeds. What a missing model means for readiness is the gateway's decision, not the slot's.
@@ -37,6 +37,8 @@ class Slot:
         self._observer = observer
         self._model: Backend | None = None
         self._reason = "still loading"
+        #: Told the new model's fingerprint when it is in place.
+        self.on_filled: Callable[[str], None] = lambda _fingerprint: None
 
     @property
     def info(self) -> BackendInfo:
@@ -57,6 +59,7 @@ class Slot:
             self._observer.on_event(ModelChanged(model=name, state="failed", reason=self._reason))
             return False
         self._info = self._adjust(self._model.info)
+        self.on_filled(self._info.fingerprint)
         self._observer.on_event(ModelChanged(model=name, state="ready"))
         return True
 

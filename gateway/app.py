@@ -32,7 +32,7 @@ from gateway.latency import FirstOutputs
 from gateway.models import MODEL_KINDS, ModelSlots
 from gateway.observe.batch import BatchedObserver
 from gateway.observe.logs import LogObserver
-from gateway.observe.metric_store import Family, Metrics, Sample, gauges
+from gateway.observe.metric_store import Family, Metrics, Sample, stats_families
 from gateway.observe.metrics import MetricsObserver
 from gateway.observe.recent import RecentRequests
 from gateway.pipeline import Book, Pipeline, Stages
@@ -126,8 +126,8 @@ def _remote(name: str, spec: BackendSettings, clock: Clock) -> Backend:
 
 def build_worker(config: Config, policies: PolicySet, heads: Heads, clock: Clock, port: WorkerPort) -> Worker:
     """One worker's object graph. Raises ConfigError for keys that cannot be used."""
-    metrics, recent = Metrics(), RecentRequests()
-    observer = BatchedObserver(Observers([MetricsObserver(metrics), LogObserver(), recent]))
+    metrics, recent, first_outputs = Metrics(), RecentRequests(), FirstOutputs(clock)
+    observer = BatchedObserver(Observers([MetricsObserver(metrics), LogObserver(), recent, first_outputs]))
     built = build_backends(config, clock, observer)
     loopback = is_loopback(config.listen.host)
     secret = config.cache.secret or kept_secret(config.state_dir / "cache.secret")
@@ -136,13 +136,13 @@ def build_worker(config: Config, policies: PolicySet, heads: Heads, clock: Clock
         heads=heads,
         embedder=built.models.embedder,
         secret=secret.reveal().encode(),
+        observer=observer,
         expose="all" if loopback else "basic",
     )
     store = _redis(config, clock)
     cache = ResultCache(config.cache.l1_bytes, clock, random.random, store)
     flights = Flights()
-    first_outputs = FirstOutputs(clock)
-    dispatcher = Dispatcher(cache, flights, first_outputs, clock)
+    dispatcher = Dispatcher(cache, flights, clock)
     refresher = Refresher(dispatcher, clock)
     walker = Walker(dispatcher, cache, first_outputs, clock, observer)
     identities = Identities.load(config.keys_file, clock, anonymous=config.listen.anonymous_loopback)
@@ -151,6 +151,9 @@ def build_worker(config: Config, policies: PolicySet, heads: Heads, clock: Clock
         Stages(cache, walker, refresher, observer, clock),
         loopback,
     )
+    for slot in built.slots:
+        # From here on the cache knows which fingerprints are current, and counts what is not.
+        slot.on_filled = lambda fingerprint: cache.model_switched(None, fingerprint)
     readiness = _readiness(config, built, store)
     readiness.note(lambda: identities.problem or None)
     limits = edge_limits(config)
@@ -214,10 +217,10 @@ def _readiness(config: Config, built: Built, store: RedisStore | None) -> Readin
 
 def _cache_families(cache: ResultCache, flights: Flights, store: RedisStore | None) -> Callable[[], list[Family]]:
     def families() -> list[Family]:
-        found = gauges(cache.stats(), "gateway_result_cache", "Result cache")
-        found += gauges(flights.stats(), "gateway_flights", "Calls shared in flight")
+        found = stats_families(cache.stats(), "gateway_result_cache", "Result cache")
+        found += stats_families(flights.stats(), "gateway_flights", "Calls shared in flight")
         if store is not None:
-            found += gauges(store.stats(), "gateway_redis", "Redis as second cache tier")
+            found += stats_families(store.stats(), "gateway_redis", "Redis as second cache tier")
         return found
 
     return families

@@ -11,7 +11,6 @@ from cache.key import RequestDigest, entry_key
 from cache.result import EntryMeta, ResultCache
 from cache.single_flight import Flights
 from gateway.exchange import Exchange, Reply
-from gateway.latency import FirstOutputs
 from gateway.plan import Plan
 from policies.core.clock import Clock
 from policies.core.deadline import Deadline
@@ -37,10 +36,9 @@ class Attempt:
 class Dispatcher:
     """Calls backends. Raises what backends raise; never degrades by itself."""
 
-    def __init__(self, cache: ResultCache, flights: Flights, first_outputs: FirstOutputs, clock: Clock) -> None:
+    def __init__(self, cache: ResultCache, flights: Flights, clock: Clock) -> None:
         self._cache = cache
         self._flights = flights
-        self._first_outputs = first_outputs
         self._clock = clock
 
     async def call(self, attempt: Attempt, deadline: Deadline) -> Reply:
@@ -54,9 +52,7 @@ class Dispatcher:
             else:
                 reply = Reply(record, answer=await self._whole(attempt, deadline))
         finally:
-            now = self._clock.now()
-            record.waited_s += now - began
-        self._first_outputs.add(attempt.backend.info.name, now - began, now)
+            record.waited_s += self._clock.now() - began
         return reply
 
     def _shared_key(self, attempt: Attempt) -> bytes | None:
@@ -71,7 +67,8 @@ class Dispatcher:
         backend, request = attempt.backend, attempt.exchange.request
         key = self._shared_key(attempt)
         if key is None:
-            return await backend.infer(request, deadline)
+            async with deadline.less(-_GRACE_S).timeout():
+                return await backend.infer(request, deadline)
         store = self._storer(attempt, key)
         flight = _flight_key(attempt, key)
         return await self._flights.whole(flight, lambda shared: backend.infer(request, shared), deadline, store)

@@ -11,7 +11,7 @@ from backends.api import Answer, BackendInfo, Chunk, Request
 from policies.core.events import Completed
 
 if TYPE_CHECKING:
-    from gateway.pipeline import Prepared
+    from gateway.plan import Prepared
 
 
 class Controls(msgspec.Struct, frozen=True):

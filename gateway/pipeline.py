@@ -17,19 +17,17 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass
 
-import msgspec
-
 from backends.api import BackendInfo, ChatRequest, Priority, Surface, TensorRequest
 from cache.key import RequestDigest, Scope
 from cache.result import Found, Freshness, ResultCache
 from gateway.degrade import HIT_RUNGS, Walker, canned_answer, canned_reply, stored_reply
 from gateway.edge.identity import Identities, Identity
 from gateway.exchange import DEFAULT_CONTROLS, Exchange, Record, Reply
-from gateway.plan import Plan, PlanBook
+from gateway.plan import Plan, PlanBook, Prepared
 from gateway.refresh import Refresher
 from policies.core.clock import Clock
 from policies.core.deadline import Deadline
-from policies.core.errors import InvalidRequest, NotCached, UnknownModel
+from policies.core.errors import NotCached, UnknownModel
 from policies.core.events import Observer
 from routing.router import RouteDecision
 from routing.view import RequestView
@@ -55,18 +53,6 @@ class Stages:
     refresher: Refresher
     observer: Observer
     clock: Clock
-
-
-class Prepared(msgspec.Struct, frozen=True):
-    """Stages 1 to 3 of one request. An equal body of the same caller, under the same plans, has the same."""
-
-    identity: Identity
-    plans: PlanBook
-    plan: Plan
-    #: The backend that the client named itself; empty = the route decides.
-    named: str
-    priority: Priority
-    digest: RequestDigest | None
 
 
 class Pipeline:
@@ -182,8 +168,6 @@ class Pipeline:
         allowed = plan.deadline_s
         asked = exchange.controls.timeout_s
         if asked is not None:
-            if asked <= 0:
-                raise InvalidRequest("x-request-timeout-ms must be more than 0", "x-request-timeout-ms")
             allowed = min(allowed, asked)
         return Deadline(exchange.record.started + allowed, self._stages.clock)
 

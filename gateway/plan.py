@@ -9,8 +9,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from backends.api import Backend, BackendInfo, Embedder, Request, Role, StreamLimits, Surface
-from cache.key import KeyRules, entry_key, is_deterministic
+import msgspec
+
+from backends.api import Backend, BackendInfo, Embedder, Priority, Request, Role, StreamLimits, Surface
+from cache.key import KeyRules, RequestDigest, entry_key, is_deterministic
+from gateway.edge.identity import Identity
+from policies.core.events import Observer
 from policies.language.policy_set import PolicySet, claims
 from policies.language.schema import Policy
 from policies.rules.ladder import Step, steps
@@ -28,6 +32,7 @@ class Compilers:
     heads: Heads
     embedder: Embedder | None
     secret: bytes
+    observer: Observer
     #: Value of `expose_headers` where a policy says nothing.
     expose: str
 
@@ -54,7 +59,7 @@ class Plan:
         self.roles = {
             role: tuple(name for name, info in infos.items() if info.role == role) for role in ("heavy", "light")
         }
-        self.classifier = Classifier(policy, parts.heads, parts.embedder)
+        self.classifier = Classifier(policy, parts.heads, parts.embedder, parts.observer)
         self.router = Router(policy, infos, surface)
         self.first_choices = tuple(self.backends[name] for name in self.router.first_choices())
         self.keys = (
@@ -126,3 +131,15 @@ class PlanBook:
     def names(self, tenant: str, allowed: Iterable[str] | None) -> list[tuple[str, str]]:
         """(name, "gateway") of everything a tenant may put in `model`, each once."""
         return [(name, "gateway") for name in self._policies.names(tenant, allowed)]
+
+
+class Prepared(msgspec.Struct, frozen=True):
+    """Stages 1 to 3 of one request. An equal body of the same caller, under the same plans, has the same."""
+
+    identity: Identity
+    plans: PlanBook
+    plan: Plan
+    #: The backend that the client named itself; empty = the route decides.
+    named: str
+    priority: Priority
+    digest: RequestDigest | None

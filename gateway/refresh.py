@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+import structlog
+
 from cache.key import RequestDigest
 from cache.result import Found
 from gateway.dispatch import Attempt, Dispatcher
@@ -17,6 +19,10 @@ from policies.core.errors import GatewayError
 FIRST_WAIT_S = 1.0
 LONGEST_WAIT_S = 60.0
 _MOST_REMEMBERED = 10_000
+#: Refreshes compete with users for the backends' permits: a few at a time are enough.
+MOST_AT_ONCE = 16
+
+_log = structlog.get_logger("gateway.refresh")
 
 
 class Refresher:
@@ -33,7 +39,7 @@ class Refresher:
     def behind(self, exchange: Exchange, plan: Plan, digest: RequestDigest, found: Found) -> None:
         """Start a refresh of `found` by the backend that made it, unless one runs or has just failed."""
         backend = plan.backends.get(found.header.backend)
-        if backend is None or digest.key in self._running:
+        if backend is None or digest.key in self._running or len(self._running) >= MOST_AT_ONCE:
             return
         wait = self._failed.get(digest.key)
         if wait is not None and self._clock.now() < wait[0]:
@@ -57,8 +63,10 @@ class Refresher:
         try:
             await self._dispatcher.call(attempt, Deadline.after(attempt.plan.deadline_s, self._clock))
             self._failed.pop(key, None)
-        except GatewayError:
-            # The attempt's own event says what went wrong; here only the next try is put off.
+        except Exception as error:
+            # A failed attempt has told its event; a defect has not. Either way the next try is put off.
+            if not isinstance(error, GatewayError):
+                _log.exception("a refresh failed by a defect", backend=attempt.backend.info.name)
             self.failures += 1
             _, wait = self._failed.pop(key, (0.0, FIRST_WAIT_S))
             if len(self._failed) >= _MOST_REMEMBERED:

@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 from backends.api import Embedder, Surface
 from policies.core.deadline import Deadline
 from policies.core.errors import ConfigError, DeadlineExceeded, GatewayError
+from policies.core.events import Observer, Observers, SignalFailed
 from policies.language.schema import Condition, Policy
 from routing.heads import Heads
-from routing.reading import EMPTY, NOT_CHAT, UNREAD, Reading, neutral
+from routing.reading import EMPTY, NOT_CHAT, UNREAD, Reading, Score, neutral
 from routing.registry import SIGNALS
 from routing.signals.base import EmbeddingSignal, Signal, SpecError
 from routing.view import RequestView
@@ -32,10 +33,14 @@ class Classifier:
     No method raises for anything a request holds: a signal that fails is neutral and says why.
     """
 
-    __slots__ = ("_cheap", "_embedder", "_embedding", "_fits", "_needs_embedding", "_neutral")
+    __slots__ = ("_cheap", "_embedder", "_embedding", "_fits", "_needs_embedding", "_neutral", "_observer", "_policy")
 
-    def __init__(self, policy: Policy, heads: Heads, embedder: Embedder | None = None) -> None:
-        """Raises ConfigError with every signal that cannot be made."""
+    def __init__(
+        self, policy: Policy, heads: Heads, embedder: Embedder | None = None, observer: Observer | None = None
+    ) -> None:
+        """Raises ConfigError with every signal that cannot be made. `observer` hears of signals that break."""
+        self._policy = policy.policy
+        self._observer: Observer = observer or Observers()
         cheap: list[tuple[str, Signal]] = []
         embedding: list[tuple[str, EmbeddingSignal]] = []
         problems: list[str] = []
@@ -81,7 +86,7 @@ class Classifier:
             try:
                 scores[name] = read(view)
             except Exception as error:
-                scores[name] = neutral("signal failed", type(error).__name__)
+                scores[name] = self._broken(name, error)
         for name, _ in self._embedding:
             scores[name] = UNREAD
         return Reading(view.surface, scores, truncated=view.truncated)
@@ -103,7 +108,12 @@ class Classifier:
                 fits = self._fits.get(name, True)
                 reading.scores[name] = signal.read_vector(vector) if fits else neutral("embedder_mismatch")
             except Exception as error:
-                reading.scores[name] = neutral("signal failed", type(error).__name__)
+                reading.scores[name] = self._broken(name, error)
+
+    def _broken(self, name: str, error: Exception) -> Score:
+        """A defect in a signal must not cost the answer, and must not go unseen either."""
+        self._observer.on_event(SignalFailed(policy=self._policy, signal=name, error=type(error).__name__))
+        return neutral("signal failed", type(error).__name__)
 
     async def _embed(self, view: RequestView, deadline: Deadline) -> tuple[NDArray[np.float32] | None, str]:
         """The text's vector, or None and the reason."""
@@ -126,6 +136,7 @@ class Classifier:
         except GatewayError as error:
             return None, f"embedder_failed: {error.code}"
         except Exception as error:
+            self._broken("embedder", error)
             return None, f"embedder_failed: {type(error).__name__}"
 
     async def _check_fit(self, embedder: Embedder, limit: Deadline) -> None:

@@ -128,9 +128,20 @@ class Metrics:
         return [metric.family() for metric in self._own] + [f for source in self._sources for f in source()]
 
 
-def gauges(values: dict[str, float], prefix: str, help_: str, merge: Merge = "sum") -> list[Family]:
-    """A dictionary of numbers (a cache's `stats()`, say) as gauges named `prefix_key`."""
+#: Figures of a `stats()` that move both ways; all others only grow.
+_MOVING = frozenset({"entries", "bytes", "in_flight", "available", "l2_waiting", "l2_available"})
+
+
+def stats_families(values: dict[str, float], prefix: str, help_: str) -> list[Family]:
+    """A part's own `stats()` as metrics named `prefix_key`: counters, or gauges for what moves both ways."""
     return [
-        Family(f"{prefix}_{key}", f"{help_}: {key.replace('_', ' ')}", "gauge", (), merge, [Sample((), [float(value)])])
+        Family(
+            f"{prefix}_{key}",
+            f"{help_}: {key.replace('_', ' ')}",
+            "gauge" if key in _MOVING else "counter",
+            (),
+            "sum",
+            [Sample((), [float(value)])],
+        )
         for key, value in values.items()
     ]

@@ -38,6 +38,7 @@ class MetricsObserver:
         )
         self._breaker_changes = metrics.counter("gateway_breaker_changes", "Breaker transitions.", ("backend", "to"))
         self._faults = metrics.counter("gateway_faults_injected", "Injected faults.", ("fault", "target"))
+        self._signals = metrics.counter("gateway_signal_failures", "Signals that broke.", ("policy", "signal"))
         self._policies = metrics.counter("gateway_policy_changes", "Policy loads.", ("policy", "outcome"))
         self._models = metrics.gauge("gateway_model_ready", "1 when a model may be called.", ("model",), merge="max")
         self.handlers: ev.Handlers = {
@@ -47,6 +48,7 @@ class MetricsObserver:
             ev.BreakerChanged: self._on_breaker,
             ev.FaultInjected: self._on_fault,
             ev.PolicyChanged: self._on_policy,
+            ev.SignalFailed: self._on_signal,
             ev.ModelChanged: self._on_model,
         }
 
@@ -55,8 +57,9 @@ class MetricsObserver:
         self._requests.inc((event.surface, policy, event.priority, event.rung, event.outcome))
         self._seconds.observe(event.seconds, (event.surface, event.rung))
         self._overhead.observe(event.overhead_s, (event.surface,))
-        if event.classify_s:
+        if event.rule and event.rung not in ("hit-l1", "hit-l2"):
             self._routed.inc((policy, event.rule))
+        if event.classify_s:
             self._classify.observe(event.classify_s, (policy,))
         if event.lookup:
             self._lookups.inc((policy, event.lookup))
@@ -79,6 +82,9 @@ class MetricsObserver:
 
     def _on_fault(self, event: ev.FaultInjected) -> None:
         self._faults.inc((event.fault, event.target))
+
+    def _on_signal(self, event: ev.SignalFailed) -> None:
+        self._signals.inc((event.policy, event.signal))
 
     def _on_policy(self, event: ev.PolicyChanged) -> None:
         self._policies.inc((event.policy, event.outcome))

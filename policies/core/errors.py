@@ -37,8 +37,6 @@ class GatewayError(Exception):
     """Base of all; never raised itself. `code` is the machine-readable name clients see."""
 
     code: ClassVar[str] = "internal_error"
-    #: May another attempt, on another replica or later, succeed?
-    retryable: ClassVar[bool] = False
     #: Seconds after which a client may try again; None = we have nothing to say.
     retry_after_s: float | None = None
 
@@ -113,7 +111,6 @@ class BackendError(GatewayError):
 
 class ConnectFailed(BackendError):
     code = "upstream_unreachable"
-    retryable = True
 
 
 class UpstreamStatus(BackendError):
@@ -125,10 +122,6 @@ class UpstreamStatus(BackendError):
         super().__init__(f"the backend answered with status {status}", backend)
         self.status = status
         self.retry_after_s = retry_after_s
-
-    @property
-    def retry_worthwhile(self) -> bool:
-        return self.status in (408, 425, 429, 500, 502, 503, 504)
 
 
 class ClientFault(BackendError):

@@ -17,13 +17,6 @@ class Event(msgspec.Struct, gc=False):
     request_id: str = ""
 
 
-class Admitted(Event, gc=False, kw_only=True):
-    surface: str
-    policy: str
-    tenant: str
-    priority: str
-
-
 class Attempted(Event, gc=False, kw_only=True):
     """One call of one backend ended. `outcome`: ok, or the error's code, or client_closed.
 
@@ -54,6 +47,14 @@ class Degraded(Event, gc=False, kw_only=True):
 class FaultInjected(Event, gc=False, kw_only=True):
     fault: str
     target: str
+
+
+class SignalFailed(Event, gc=False, kw_only=True):
+    """A signal broke and was taken as neutral: a defect that re-routes traffic. `error`: the exception's class."""
+
+    policy: str
+    signal: str
+    error: str
 
 
 class PolicyChanged(Event, gc=False, kw_only=True):

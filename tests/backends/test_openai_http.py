@@ -224,6 +224,18 @@ async def test_each_fault_is_its_error_after_one_call(
         await backend.aclose()
 
 
+async def test_a_body_whose_framing_breaks_is_garbled_not_cut() -> None:
+    head = Step(head=Head(headers={"content-type": "text/event-stream"}))
+    async with scripted_upstream(broken=(head, Step(wait_s=0.01), Step(raw="no chunk\r\n"), Step(hang=True))) as up:
+        backend = openai_backend(up.url, "broken")
+        with pytest.raises(MalformedAnswer, match="cannot be read"):
+            await backend.infer(question(), soon())
+        _, error = await read_until_error(backend)
+        assert isinstance(error, MalformedAnswer)
+        await until(lambda: not up.connections)
+        await backend.aclose()
+
+
 async def test_a_client_fault_keeps_status_and_body() -> None:
     async with scripted_upstream() as up:
         backend = openai_backend(up.url, "status-422")

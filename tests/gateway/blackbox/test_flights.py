@@ -49,7 +49,7 @@ async def test_the_first_client_leaves_and_the_others_are_served(
     others = [asyncio.create_task(client.chat(HARD, stream=stream)) for _ in range(5)]
 
     async def joined() -> bool:
-        return await client.metric("gateway_flights_joined") == 5
+        return await client.metric("gateway_flights_joined_total") == 5
 
     while not await joined():
         await asyncio.sleep(0)
@@ -65,7 +65,7 @@ async def test_all_clients_leave_and_the_call_ends(client: Client, up: SettableU
     up.play(heavy="never")
     tasks = [asyncio.create_task(client.chat(HARD, stream=stream)) for _ in range(5)]
     await until(lambda: up.calls("heavy") == 1)
-    while await client.metric("gateway_flights_joined") < 4:
+    while await client.metric("gateway_flights_joined_total") < 4:
         await asyncio.sleep(0)
     for task in tasks[:4]:
         task.cancel()
