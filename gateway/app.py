@@ -127,7 +127,7 @@ def _remote(name: str, spec: BackendSettings, clock: Clock) -> Backend:
 def build_worker(config: Config, policies: PolicySet, heads: Heads, clock: Clock, port: WorkerPort) -> Worker:
     """One worker's object graph. Raises ConfigError for keys that cannot be used."""
     metrics, recent, first_outputs = Metrics(), RecentRequests(), FirstOutputs(clock)
-    observer = BatchedObserver(Observers([MetricsObserver(metrics), LogObserver(), recent, first_outputs]))
+    observer = BatchedObserver(Observers([MetricsObserver(metrics), LogObserver(clock), recent, first_outputs]))
     built = build_backends(config, clock, observer)
     loopback = is_loopback(config.listen.host)
     secret = config.cache.secret or kept_secret(config.state_dir / "cache.secret")

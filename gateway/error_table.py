@@ -24,6 +24,7 @@ TABLE: dict[type[e.GatewayError], Row] = {
     e.RequestError: Row(400, _CLIENT),
     e.InvalidRequest: Row(400, _CLIENT),
     e.BodyTooLarge: Row(413, _CLIENT),
+    e.BodyTimeout: Row(408, _CLIENT),
     e.UnsupportedMedia: Row(415, _CLIENT),
     e.UnknownModel: Row(404, _CLIENT),
     e.UnknownPath: Row(404, _CLIENT),
@@ -69,6 +70,14 @@ def row(error: e.GatewayError) -> Row:
     raise AssertionError("GatewayError itself has a row")
 
 
-def is_client_fault(status: int) -> bool:
-    """Not counted against availability: the client's own errors. 429 by quota is decided by its error, not here."""
-    return 400 <= status < 500 and status != 429
+def is_client_fault(error: e.GatewayError) -> bool:
+    """Is `error` the client's own doing, not to be counted against availability? NoAnswer speaks for its last real cause.
+
+    Decided by the cause, never by its status: an only-if-cached miss is a 504, and a 429 may be either's doing.
+    """
+    if isinstance(error, e.NoAnswer) and error.last is not None:
+        return is_client_fault(error.last)
+    return isinstance(error, _CLIENTS_DOING)
+
+
+_CLIENTS_DOING = (e.RequestError, e.ClientFault, e.CannotServe)

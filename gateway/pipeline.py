@@ -190,10 +190,14 @@ class Pipeline:
         return self.book.plans.names(identity.tenant, identity.policies)
 
     def describe(self, model: str, authorization: str | None) -> BackendInfo | None:
-        found = self.book.plans.find(model, Surface.TENSOR, self._identify(authorization).tenant)
+        identity = self._identify(authorization)
+        found = self.book.plans.find(model, Surface.TENSOR, identity.tenant)
         if found is None or not found[0].first_choices:
             return None
         plan, named = found
+        if identity.policies is not None and plan.policy.policy not in identity.policies:
+            # A name that this key may not use is, to it, no name.
+            return None
         return plan.backends[named].info if named else plan.first_choices[0].info
 
 

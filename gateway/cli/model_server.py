@@ -103,7 +103,7 @@ async def _serve_models(host: str, port: int, variant: str) -> None:
     from policies.core.events import Observers
 
     clock = SystemClock()
-    built = build_backends(_config(variant), clock, Observers([LogObserver()]))
+    built = build_backends(_config(variant), clock, Observers([LogObserver(clock)]))
     readiness = Readiness()
     for slot in built.slots:
         readiness.watch(slot, required=slot.info.name == CHAT_NAME)

@@ -78,7 +78,7 @@ def _refusal(request: web.Request, access: AdminAccess) -> web.Response | None:
         if host not in _LOOPBACK_NAMES:
             return _error(403, "Without a token the admin API answers to loopback names only (Host is another one).")
     else:
-        presented = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        presented = _bearer(request.headers.get("Authorization", ""))
         if not _matches(presented, access.token) and (change or not _matches(presented, access.view_token)):
             return _error(401, "The admin API needs a bearer token that may do this.")
     origin = request.headers.get("Origin")
@@ -89,8 +89,17 @@ def _refusal(request: web.Request, access: AdminAccess) -> web.Response | None:
     return None
 
 
-def _matches(presented: str, secret: Secret | None) -> bool:
-    return secret is not None and hmac.compare_digest(presented.encode(), secret.reveal().encode())
+def _bearer(header: str) -> bytes | None:
+    """The token of `Bearer TOKEN`, as it was sent; None when the header has another form."""
+    scheme, _, token = header.partition(" ")
+    # aiohttp decodes headers in this way; what is no UTF-8 survives it, and is simply no match.
+    return token.strip().encode("utf-8", "surrogateescape") if scheme.lower() == "bearer" else None
+
+
+def _matches(presented: bytes | None, secret: Secret | None) -> bool:
+    if presented is None or secret is None:
+        return False
+    return hmac.compare_digest(presented, secret.reveal().encode("utf-8", "surrogateescape"))
 
 
 def _error(status: int, message: str) -> web.Response:

@@ -42,7 +42,7 @@ class Supervisor:
         self._clock = clock
         self._hub = hub
         self._metrics = Metrics()
-        self._observer = Observers([MetricsObserver(self._metrics), LogObserver()])
+        self._observer = Observers([MetricsObserver(self._metrics), LogObserver(clock)])
         self._reloading = asyncio.Lock()
         self.admin_port = 0
 

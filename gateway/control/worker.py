@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,15 +108,15 @@ class Worker:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await parts.listener.close()
-        await parts.refresher.aclose()
-        await parts.flights.aclose()
-        for backend in parts.backends.values():
-            await backend.aclose()
-        await parts.cache.aclose()
+        await _closed("listener", parts.listener.close)
+        await _closed("refresher", parts.refresher.aclose)
+        await _closed("flights", parts.flights.aclose)
+        for name, backend in parts.backends.items():
+            await _closed(f"backend {name}", backend.aclose)
+        await _closed("cache", parts.cache.aclose)
         parts.events.flush()
         for closer in parts.closers:
-            await closer.aclose()
+            await _closed(type(closer).__name__, closer.aclose)
 
     # ------------------------------------------------------------------------------------------------ hub's actions
 
@@ -183,3 +184,11 @@ class Worker:
 
     async def _cache(self, payload: dict[str, Any]) -> Any:
         return {"result": self._parts.cache.stats(), "flights": repr(self._parts.flights)}
+
+
+async def _closed(what: str, close: Callable[[], Awaitable[object]]) -> None:
+    """Close one part. One that fails must not keep the rest from being closed."""
+    try:
+        await close()
+    except Exception:
+        _log.exception("could_not_be_closed", what=what)

@@ -11,12 +11,13 @@ import itertools
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from typing import cast
 
 import msgspec
 import structlog
 from aiohttp import web
 
-from backends.api import ChatAnswer, EmbeddingsAnswer, Surface
+from backends.api import ChatAnswer, ChatRequest, EmbeddingsAnswer, Surface
 from gateway import error_table
 from gateway.edge.answer_headers import answer_headers
 from gateway.edge.codec import Codec, Parsed
@@ -29,8 +30,8 @@ from gateway.exchange import DEFAULT_CONTROLS, Controls, Exchange, Handler, Reco
 from gateway.readiness import Readiness
 from policies.core.clock import Clock
 from policies.core.errors import (
+    BodyTimeout,
     BodyTooLarge,
-    DeadlineExceeded,
     Draining,
     GatewayError,
     InvalidRequest,
@@ -57,6 +58,8 @@ class EdgeLimits:
     connections: int = 10_000
     header_time_s: float = 10.0
     body_time_s: float = 30.0
+    #: A client that takes nothing of its answer for this long is cut off.
+    write_stall_s: float = 30.0
 
 
 class HttpEdge:
@@ -109,8 +112,8 @@ class HttpEdge:
         if path == "/v2" or path.startswith("/v2/"):
             # Split before decoding: a model's name may hold an escaped slash.
             path = http.rel_url.raw_path
-            model = self._oip_paths.infer_model(path)
             try:
+                model = self._oip_paths.infer_model(path)
                 if model is not None:
                     if http.method != "POST":
                         raise MethodNotAllowed(f"{path} answers POST only.", ("POST",))
@@ -151,7 +154,8 @@ class HttpEdge:
                 parsed.prepared = exchange.prepared
                 self._repeated.add(surface, body, parsed)
             if reply.answer is None:
-                return await send_stream(http, reply, parsed.include_usage, self)
+                limits = cast(ChatRequest, exchange.request).limits
+                return await send_stream(http, reply, parsed.include_usage, self, limits.total_s)
             return self._whole(http, codec, parsed, reply)
         except GatewayError as error:
             return self._failed(error, record, codec)
@@ -202,7 +206,7 @@ class HttpEdge:
         except web.HTTPRequestEntityTooLarge:
             raise BodyTooLarge(f"At most {most} bytes of body are read.") from None
         except TimeoutError:
-            raise DeadlineExceeded(f"The body did not arrive within {self._limits.body_time_s:g} s.") from None
+            raise BodyTimeout(f"The body did not arrive within {self._limits.body_time_s:g} s.") from None
         except web.RequestPayloadError as error:
             raise UnsupportedMedia(f"The body could not be read: {str(error)[:200]}") from None
 
@@ -228,10 +232,10 @@ class HttpEdge:
         headers["Content-Type"] = getattr(error, "content_type", "") or _JSON
         if error.retry_after_s is not None and status in (429, 502, 503, 504):
             headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
-        client = error_table.is_client_fault(status)
+        client = error_table.is_client_fault(error)
         self.complete(record, status, "client_error" if client else "failed", error.code)
         response = web.Response(status=status, body=codec.error(error, type_), headers=headers)
-        if self._readiness.draining:
+        if self._readiness.draining or isinstance(error, BodyTimeout):
             response.force_close()
         return response
 

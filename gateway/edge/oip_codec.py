@@ -16,6 +16,8 @@ from policies.core.errors import ClientFault, GatewayError, InvalidRequest, Meth
 
 SERVER_NAME = "hybrid-routing-gateway"
 EXTENSIONS = ("binary_tensor_data",)
+#: Every model has this one version: what is served is told by its fingerprint.
+VERSION = "1"
 
 
 class OipCodec:
@@ -66,12 +68,15 @@ class OipPaths:
 
     @staticmethod
     def infer_model(path: str) -> str | None:
-        """The model's name when `path`, not yet decoded, is an infer path."""
+        """The model's name when `path`, not yet decoded, is an infer path. Raises UnknownPath for a version not there."""
         parts = path.strip("/").split("/")
         if len(parts) in (4, 6) and parts[1] == "models" and parts[-1] == "infer":
             if len(parts) == 6 and parts[3] != "versions":
                 return None
-            return unquote(parts[2])
+            name = unquote(parts[2])
+            if len(parts) == 6:
+                _check_version(name, parts[4])
+            return name
         return None
 
     async def get(self, method: str, path: str, authorization: str | None) -> tuple[int, bytes]:
@@ -95,6 +100,7 @@ class OipPaths:
         if info is None:
             raise UnknownModel(model)
         if len(rest) >= 2 and rest[0] == "versions":
+            _check_version(model, rest[1])
             rest = rest[2:]
         if not rest:
             return 200, _dump(model_metadata(model, info))
@@ -105,10 +111,17 @@ class OipPaths:
         raise UnknownPath(f"There is nothing at {path[:200]!r}.")
 
 
+def _check_version(model: str, version: str) -> None:
+    if version != VERSION:
+        raise UnknownPath(
+            f"The model {model[:100]!r} has no version {unquote(version)[:20]!r}; its only one is {VERSION}."
+        )
+
+
 def model_metadata(model: str, info: BackendInfo) -> dict[str, Any]:
     return {
         "name": model,
-        "versions": ["1"],
+        "versions": [VERSION],
         "platform": "onnxruntime_onnx" if info.inputs else "remote",
         "inputs": [_spec(spec) for spec in info.inputs],
         "outputs": [_spec(spec) for spec in info.outputs],

@@ -48,13 +48,18 @@ class WholeResponse(web.StreamResponse):
         return None
 
     async def write_eof(self, data: bytes = b"") -> None:
-        """Send everything. Raises ConnectionResetError when the client is gone, as aiohttp expects."""
-        request = self._req
-        transport = request.transport if request is not None else None
+        """Send everything, and wait where the client does not take it: it may have sent many requests at once.
+
+        Raises ConnectionResetError when the client is gone, as aiohttp expects.
+        """
+        protocol = self._req.protocol if self._req is not None else None
+        transport = protocol.transport if protocol is not None else None
         if transport is None or transport.is_closing():
             raise ConnectionResetError("the client is gone")
         end = "\r\n" if self._keep_alive else "Connection: close\r\n\r\n"
         transport.write((self._head + end).encode() + self._whole_body)
+        if protocol is not None and protocol.writing_paused:
+            await protocol._drain_helper()  # noqa: SLF001  aiohttp has no public name for it
 
 
 def fits(http: web.BaseRequest) -> bool:

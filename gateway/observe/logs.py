@@ -1,4 +1,5 @@
-"""Structured logs: JSON lines on standard output. A good answer writes no line; what went wrong writes one."""
+"""Structured logs: JSON lines on standard output. A good answer writes no line; what went wrong writes one, and what goes
+wrong again and again writes one every few seconds, with a count."""
 
 from __future__ import annotations
 
@@ -7,11 +8,16 @@ import sys
 
 import structlog
 
+from gateway.observe.quiet import Quiet
 from policies.core import events as ev
+from policies.core.clock import Clock, SystemClock
 
 
-def configure(level: str = "info", *, human: bool = False) -> None:
-    """Set structlog up once, at the start of a process. `human` prints for a terminal instead of JSON."""
+def configure(level: str = "info", *, human: bool = False, clock: Clock | None = None) -> None:
+    """Set structlog up once, at the start of a process. `human` prints for a terminal instead of JSON.
+
+    What libraries log (warnings and errors) takes the same way, so that every line has one form.
+    """
     renderer = structlog.dev.ConsoleRenderer(colors=False) if human else structlog.processors.JSONRenderer()
     structlog.configure(
         processors=[
@@ -25,13 +31,40 @@ def configure(level: str = "info", *, human: bool = False) -> None:
         logger_factory=structlog.WriteLoggerFactory(sys.stdout),
         cache_logger_on_first_use=True,
     )
+    root = logging.getLogger()
+    for handler in [handler for handler in root.handlers if isinstance(handler, LibraryLogs)]:
+        root.removeHandler(handler)
+    root.addHandler(LibraryLogs(Quiet(clock or SystemClock())))
+
+
+class LibraryLogs(logging.Handler):
+    """Hands what libraries log to structlog, warnings and worse, each kind now and then."""
+
+    def __init__(self, quiet: Quiet) -> None:
+        super().__init__(logging.WARNING)
+        self._quiet = quiet
+        self._log = structlog.get_logger("gateway.library")
+
+    def emit(self, record: logging.LogRecord) -> None:
+        error = record.exc_info[1] if record.exc_info else None
+        more = self._quiet.admit((record.name, str(record.msg), type(error)))
+        if more is not None:
+            self._log.log(
+                record.levelno,
+                "library_message",
+                logger=record.name,
+                message=record.getMessage(),
+                exc_info=error,
+                **more,
+            )
 
 
 class LogObserver:
     """Writes the events that someone must see at 2 a.m."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock) -> None:
         self._log = structlog.get_logger("gateway")
+        self._quiet = Quiet(clock)
         self.handlers: ev.Handlers = {
             ev.Completed: self._on_completed,
             ev.BreakerChanged: self._on_breaker,
@@ -41,7 +74,10 @@ class LogObserver:
         }
 
     def _on_completed(self, event: ev.Completed) -> None:
-        if event.outcome in ("failed", "cut"):
+        if event.outcome not in ("failed", "cut"):
+            return
+        more = self._quiet.admit((event.outcome, event.policy, event.degraded))
+        if more is not None:
             self._log.warning(
                 f"request_{event.outcome}",
                 request_id=event.request_id,
@@ -49,6 +85,7 @@ class LogObserver:
                 status=event.status,
                 reason=event.degraded,
                 ms=round(event.seconds * 1000, 1),
+                **more,
             )
 
     def _on_breaker(self, event: ev.BreakerChanged) -> None:
@@ -65,5 +102,8 @@ class LogObserver:
         write(f"model_{event.state}", model=event.model, reason=event.reason)
 
     def _on_attempted(self, event: ev.Attempted) -> None:
-        if event.outcome == "upstream_misconfigured":
-            self._log.error("upstream_misconfigured", backend=event.backend, request_id=event.request_id)
+        if event.outcome != "upstream_misconfigured":
+            return
+        more = self._quiet.admit((event.outcome, event.backend))
+        if more is not None:
+            self._log.error("upstream_misconfigured", backend=event.backend, request_id=event.request_id, **more)

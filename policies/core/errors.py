@@ -4,6 +4,7 @@ GatewayError
 ├── RequestError              the client's request cannot be served as it is
 │   ├── InvalidRequest        wrong JSON, type or value; `param` names the field
 │   ├── BodyTooLarge
+│   ├── BodyTimeout           the body did not arrive in time
 │   ├── UnsupportedMedia      a content type or encoding we do not read
 │   ├── UnknownModel          no policy alias and no allowed backend has this name
 │   ├── UnknownPath, MethodNotAllowed
@@ -62,6 +63,10 @@ class InvalidRequest(RequestError):
 
 class BodyTooLarge(RequestError):
     code = "body_too_large"
+
+
+class BodyTimeout(RequestError):
+    code = "body_timeout"
 
 
 class UnsupportedMedia(RequestError):
