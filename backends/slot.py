@@ -37,6 +37,7 @@ class Slot:
         self._observer = observer
         self._model: Backend | None = None
         self._reason = "still loading"
+        self._failed = False
         #: Told the new model's fingerprint when it is in place.
         self.on_filled: Callable[[str], None] = lambda _fingerprint: None
 
@@ -48,6 +49,18 @@ class Slot:
     def model(self) -> Backend | None:
         return self._model
 
+    @property
+    def state(self) -> str:
+        """ready, loading or failed: what may be told to anybody. Why it failed is for the operator: `reason`."""
+        if self._model is not None:
+            return "ready"
+        return "failed" if self._failed else "loading"
+
+    @property
+    def reason(self) -> str:
+        """Why there is no model: paths and library messages, for the admin listener and the log. Empty = there is one."""
+        return "" if self._model is not None else self._reason
+
     async def fill(self) -> bool:
         """Try once to load; True when the model is in place."""
         name = self._info.name
@@ -56,6 +69,7 @@ class Slot:
             self._model = await self._load()
         except Exception as error:  # whatever went wrong is shown, and loading is tried again
             self._reason = f"{type(error).__name__}: {error}"
+            self._failed = True
             self._observer.on_event(ModelChanged(model=name, state="failed", reason=self._reason))
             return False
         self._info = self._adjust(self._model.info)
@@ -72,7 +86,7 @@ class Slot:
 
     def _ready_model(self) -> Backend:
         if self._model is None:
-            raise ModelNotReady(f"the model {self._info.name!r} is not ready: {self._reason}", retry_after_s=2.0)
+            raise ModelNotReady(f"the model {self._info.name!r} is not ready: {self.state}", retry_after_s=2.0)
         return self._model
 
     async def infer(self, request: Request, deadline: Deadline) -> Answer:
@@ -91,4 +105,4 @@ class Slot:
             await self._model.aclose()
 
     def __repr__(self) -> str:
-        return f"Slot({self._info.name}: {'ready' if self._model is not None else self._reason})"
+        return f"Slot({self._info.name}: {self.state})"

@@ -181,9 +181,7 @@ class ResultCache:
 
     # ----------------------------------------------------------------------------------------------------- writing
 
-    def put(
-        self, key: bytes, check: bytes, answer: Answer, meta: EntryMeta, compute_ms: float, life: Life
-    ) -> bool:
+    def put(self, key: bytes, check: bytes, answer: Answer, meta: EntryMeta, compute_ms: float, life: Life) -> bool:
         """Store `answer`, which took `compute_ms` to compute, for `life.stale` seconds. False = it must not be stored."""
         reason = self._refusal(key, answer, meta, life)
         if reason:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -39,7 +40,7 @@ from gateway.pipeline import Book, Pipeline, Stages
 from gateway.plan import Compilers, PlanBook
 from gateway.readiness import Readiness
 from gateway.refresh import Refresher
-from gateway.secret import kept_secret
+from gateway.secret import Secret, kept_secret
 from policies.core.clock import Clock
 from policies.core.events import Observer, Observers
 from policies.language.builtin import embeddings_policy
@@ -139,7 +140,7 @@ def build_worker(config: Config, policies: PolicySet, heads: Heads, clock: Clock
         observer=observer,
         expose="all" if loopback else "basic",
     )
-    store = _redis(config, clock)
+    store = _redis(config, clock, secret)
     cache = ResultCache(config.cache.l1_bytes, clock, random.random, store)
     flights = Flights()
     dispatcher = Dispatcher(cache, flights, clock)
@@ -155,7 +156,7 @@ def build_worker(config: Config, policies: PolicySet, heads: Heads, clock: Clock
         # From here on the cache knows which fingerprints are current, and counts what is not.
         slot.on_filled = lambda fingerprint: cache.model_switched(None, fingerprint)
     readiness = _readiness(config, built, store)
-    readiness.note(lambda: identities.problem or None)
+    readiness.note(lambda: "keys.yaml is not in force: see the log and the admin API" if identities.problem else None)
     limits = edge_limits(config)
     edge = HttpEdge(pipeline, readiness, clock, limits, compilers.expose)
     metrics.source(_cache_families(cache, flights, store))
@@ -195,11 +196,16 @@ def edge_limits(config: Config) -> EdgeLimits:
     )
 
 
-def _redis(config: Config, clock: Clock) -> RedisStore | None:
+def _redis(config: Config, clock: Clock, secret: Secret) -> RedisStore | None:
     if config.redis is None or config.redis.url is None:
         return None
+    # Gateways with other cache secrets cannot read each other's entries; under the same names they would only
+    # overwrite them in turns.
+    apart = hashlib.blake2b(secret.reveal().encode(), digest_size=4, person=b"redis-names").hexdigest()
     options = RedisOptions(
-        url=config.redis.url.reveal(), namespace=config.redis.namespace, limit_s=config.redis.timeout_s
+        url=config.redis.url.reveal(),
+        namespace=f"{config.redis.namespace}-{apart}",
+        limit_s=config.redis.timeout_s,
     )
     return RedisStore(options, clock, random.random)
 

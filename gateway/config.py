@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import re
 import urllib.parse
 from collections.abc import Mapping
 from pathlib import Path
@@ -34,7 +35,7 @@ from gateway.config_sections import (
 from gateway.secret import Secret
 from policies.core.errors import ConfigError
 from policies.language.check import check
-from policies.language.problems import START, Problems
+from policies.language.problems import START, Problems, path_text
 from policies.language.problems import Path as Where
 from policies.language.semantics import KnownBackend
 from policies.language.units import UnitError, url
@@ -46,6 +47,8 @@ __all__ = [
 ]  # fmt: skip
 
 FILE_NAME = "gateway.yaml"
+#: What the name of a variable commonly looks like, and a secret does not.
+_VARIABLE = re.compile(r"[A-Z][A-Z0-9_]{0,47}")
 STAND_IN_URL = "http://127.0.0.1:9100/v1"
 HEAVY = "heavy"
 
@@ -116,10 +119,12 @@ def _with_secrets(config: Config, root: Node, problems: Problems, env: Mapping[s
         if not name or problems.touches(path):
             return None
         value = env.get(name, "").strip()
+        # Somebody may have pasted the secret itself; then the message must not repeat it.
+        shown = f"`{name}`" if _VARIABLE.fullmatch(name) else f"that {path_text(path)} should name"
         if not value:
-            problems.add(position(root, path), f"the environment variable `{name}` is not set", path)
+            problems.add(position(root, path), f"the environment variable {shown} is not set", path)
         elif not value.isprintable() or not value.isascii():
-            message = f"the environment variable `{name}` holds characters that a header cannot carry"
+            message = f"the environment variable {shown} holds characters that a header cannot carry"
             problems.add(position(root, path), message, path)
         return Secret(value)
 
@@ -195,8 +200,13 @@ def _with_folders(config: Config, folder: Path, source: Path | None, env: Mappin
         name: msgspec.structs.replace(spec, script=folder / _home_path(spec.script, env)) if spec.script else spec
         for name, spec in config.backends.items()
     }
+    models = {
+        name: msgspec.structs.replace(spec, source=_placed(spec.source, folder, env)) if spec.source else spec
+        for name, spec in config.models.items()
+    }
     return msgspec.structs.replace(
         config,
+        models=models,
         keys_file=folder / _home_path(config.keys_file, env),
         policies_dir=folder / _home_path(config.policies_dir, env),
         models_dir=home / "models" if config.models_dir == UNSET else folder / _home_path(config.models_dir, env),
@@ -204,3 +214,9 @@ def _with_folders(config: Config, folder: Path, source: Path | None, env: Mappin
         source=source,
         backends=scripts,
     )
+
+
+def _placed(source: str, folder: Path, env: Mapping[str, str]) -> str:
+    """A `file:` source made absolute; any other as it is."""
+    scheme, _, rest = source.partition(":")
+    return f"file:{folder / _home_path(rest, env)}" if scheme == "file" else source

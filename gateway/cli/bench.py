@@ -38,7 +38,12 @@ from gateway.models import model_folder
 from policies.core.clock import SystemClock
 from policies.core.errors import ConfigError
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, help="Measure the gateway on this machine.")
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    help="Measure the gateway on this machine.",
+    pretty_exceptions_show_locals=False,
+)
 
 Json = Annotated[bool, typer.Option("--json", envvar="JSON", help="The last line is one JSON object.")]
 Quick = Annotated[bool, typer.Option("--quick", envvar="QUICK", help="Shorter runs; says what was shortened.")]

@@ -20,7 +20,7 @@ from policies.core.clock import SystemClock
 from policies.core.errors import ConfigError
 from policies.language.units import UnitError, duration, moment
 
-app = typer.Typer(help="API keys: who may use the gateway.", no_args_is_help=True)
+app = typer.Typer(help="API keys: who may use the gateway.", no_args_is_help=True, pretty_exceptions_show_locals=False)
 
 INVALID = 2
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
@@ -38,7 +38,7 @@ class Grants:
 
     priority: Annotated[str, typer.Option("--class", help="vip, normal or batch.")] = "normal"
     policy: Annotated[list[str] | None, typer.Option(help="A policy the key may use; repeat it. Left out: all.")] = None
-    chaos: Annotated[bool, typer.Option("--chaos", help="May ask for faults in its own requests.")] = False
+    chaos: Annotated[bool, typer.Option("--chaos", hidden=True)] = False
     expires: Annotated[str | None, typer.Option(help="A date (2026-12-31) or a time from now (30d).")] = None
 
 
@@ -93,7 +93,7 @@ def list_keys(place: Place) -> None:
     if not keys:
         typer.echo(f"There are no keys in {path}. Make one: gateway keys create NAME --tenant TENANT")
         return
-    table = Table("id", "tenant", "class", "policies", "chaos", "expires")
+    table = Table("id", "tenant", "class", "policies", "expires")
     for key in keys:
         table.add_row(key.id, key.tenant, key.priority, *_cells(key))
     Console().print(table)
@@ -122,6 +122,8 @@ def revoke(
 
 def _entry(key_id: str, tenant: str, grants: Grants, sha256: str) -> ApiKey:
     """The entry to add. Raises ConfigError."""
+    if grants.chaos:
+        raise ConfigError(["`--chaos` is not available in this version; leave it out"])
     for what, value in (("key id", key_id), ("tenant", tenant), *(("policy", name) for name in grants.policy or ())):
         if not _NAME.fullmatch(value):
             said = "may have letters, digits, dots, dashes and underscores only (64 at most)"
@@ -134,7 +136,6 @@ def _entry(key_id: str, tenant: str, grants: Grants, sha256: str) -> ApiKey:
         tenant=tenant,
         priority=cast(KeyClass, grants.priority),
         policies=tuple(grants.policy) if grants.policy else None,
-        chaos=grants.chaos,
         expires=None if grants.expires is None else _expiry(grants.expires),
     )
 
@@ -154,16 +155,15 @@ def _shown(key: ApiKey) -> dict[str, Any]:
         "tenant": key.tenant,
         "class": key.priority,
         "policies": None if key.policies is None else list(key.policies),
-        "chaos": key.chaos,
         "expires": None if key.expires is None else moment_text(key.expires),
     }
 
 
-def _cells(key: ApiKey) -> tuple[str, str, str]:
+def _cells(key: ApiKey) -> tuple[str, str]:
     policies = "all" if key.policies is None else ", ".join(key.policies) or "none"
     expired = key.expires is not None and key.expires <= SystemClock().wall()
     expires = "never" if key.expires is None else moment_text(key.expires) + (" (expired)" if expired else "")
-    return policies, "yes" if key.chaos else "", expires
+    return policies, expires
 
 
 def _fail(problems: list[str]) -> NoReturn:

@@ -26,7 +26,7 @@ from gateway.load.terminal import page, progress
 from policies.core.clock import SystemClock
 from policies.language.units import duration, share
 
-app = typer.Typer(add_completion=False)
+app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
 
 _WHEN, _WHAT, _LIMITS = "When requests are sent", "What is sent", "Limits: exit code 1 when one is broken"
 

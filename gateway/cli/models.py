@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 from rich.console import Console
@@ -14,9 +14,15 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from gateway.config import load_config
-from gateway.models import MODEL_KINDS, model_reference
+from gateway.config_sections import Config
+from gateway.models import MODEL_KINDS, model_reference, model_sources
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None, no_args_is_help=True)
+if TYPE_CHECKING:
+    from backends.onnx.store import ModelStore
+
+app = typer.Typer(
+    add_completion=False, rich_markup_mode=None, no_args_is_help=True, pretty_exceptions_show_locals=False
+)
 
 Names = Annotated[Optional[list[str]], typer.Argument(help="NAME or NAME:VARIANT [all that are configured].")]  # noqa: UP045
 ConfigFile = Annotated[Optional[Path], typer.Option("--config", help="The operator's file.")]  # noqa: UP045
@@ -26,20 +32,20 @@ Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard 
 STAND_IN = "smollm2:fp32"
 
 
-def _open(config_file: Path | None):  # type: ignore[no-untyped-def]  # noqa: ANN202
+def _open(config_file: Path | None) -> tuple[Config, ModelStore]:
     from backends.onnx.store import ModelStore
 
     config = load_config(config_file, os.environ)
     return config, ModelStore(config.models_dir)
 
 
-def _wanted(config, names: list[str] | None, *, stand_in: bool = True) -> list[str]:  # type: ignore[no-untyped-def]  # noqa: ANN001
+def _wanted(config: Config, names: list[str] | None) -> list[str]:
     """The names given, else every model that a configured backend runs, and the stand-in's."""
     if names:
         return names
     used = [spec.model or name for name, spec in config.backends.items() if spec.kind in MODEL_KINDS]
     references = [model_reference(config, name) for name in dict.fromkeys(used)]
-    if stand_in and STAND_IN not in references:
+    if STAND_IN not in references:
         references.append(STAND_IN)
     return references
 
@@ -82,10 +88,11 @@ def pull(names: Names = None, config_file: ConfigFile = None) -> None:
     from backends.onnx.manifest import ModelError
 
     config, store = _open(config_file)
+    sources = model_sources(config)
     try:
         with _Bar() as progress:
             for name in _wanted(config, names):
-                spec = resolve(name)
+                spec = resolve(name, sources.get(name.partition(":")[0]))
                 if spec.entry.requires is None:
                     print(store.pull(spec.source, progress))
     except ModelError as error:
@@ -113,7 +120,9 @@ def build(
         raise typer.Exit(2)
     try:
         with _Bar() as progress:
-            sources = {wanted[0].partition(":")[0]: source} if source is not None else {}
+            sources = model_sources(config)
+            if source is not None:
+                sources[wanted[0].partition(":")[0]] = source
             for manifest in prepare(store, wanted, progress, sources=sources, force=force):
                 print(f"{manifest.reference}  {manifest.fingerprint}")
     except ModelError as error:
@@ -132,7 +141,7 @@ def list_(config_file: ConfigFile = None, as_json: Json = False) -> None:
         return
     table = Table("model", "kind", "languages", "fingerprint", title=str(config.models_dir), title_justify="left")
     for manifest in found:
-        languages = manifest.languages
+        languages = manifest.capabilities.languages
         table.add_row(
             manifest.reference,
             manifest.kind,

@@ -16,9 +16,13 @@ from rich.tree import Tree
 
 from gateway.config import load_config
 
-backends_app = typer.Typer(add_completion=False, rich_markup_mode=None, no_args_is_help=True)
-cache_app = typer.Typer(add_completion=False, rich_markup_mode=None, no_args_is_help=True)
-why_app = typer.Typer(add_completion=False, rich_markup_mode=None)
+backends_app = typer.Typer(
+    add_completion=False, rich_markup_mode=None, no_args_is_help=True, pretty_exceptions_show_locals=False
+)
+cache_app = typer.Typer(
+    add_completion=False, rich_markup_mode=None, no_args_is_help=True, pretty_exceptions_show_locals=False
+)
+why_app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_show_locals=False)
 
 AdminUrl = Annotated[str, typer.Option("--admin", help="Admin API [from the configuration, else 127.0.0.1:8081].")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]
@@ -76,6 +80,16 @@ def _grow(tree: Tree, value: Any) -> None:
                 _grow(tree.add(str(key)), item)
         elif item not in (None, ""):
             tree.add(f"{key}: {item}")
+
+
+@backends_app.callback()
+def _backends() -> None:
+    """What stands behind the gateway."""
+
+
+@cache_app.callback()
+def _cache() -> None:
+    """What the caches hold and how they do."""
 
 
 @backends_app.command(name="list")

@@ -19,7 +19,7 @@ from policies.language.loader import PolicyFile, conflicts, inside_bytes, parse_
 from policies.language.semantics import Known
 from routing.heads import Heads
 
-app = typer.Typer(help="Check and describe policy files.", no_args_is_help=True)
+app = typer.Typer(help="Check and describe policy files.", no_args_is_help=True, pretty_exceptions_show_locals=False)
 
 INVALID = 2
 _LINE = re.compile(r"(?P<file>.+?):(?P<line>\d+):(?P<column>\d+): (?P<message>.*)", re.DOTALL)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from backends.api import Embedder
 
-app = typer.Typer(help="Train and evaluate routing heads.", no_args_is_help=True)
+app = typer.Typer(help="Train and evaluate routing heads.", no_args_is_help=True, pretty_exceptions_show_locals=False)
 
 LEXICAL_NAME = "complexity"
 EMBEDDING_NAME = "complexity_minilm"

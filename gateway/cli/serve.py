@@ -6,7 +6,7 @@ import gc
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Optional
 from urllib.parse import urlsplit
@@ -15,16 +15,17 @@ import structlog
 import typer
 import uvloop
 
-from gateway.config import load_config
+from gateway.config import HEAVY, STAND_IN_URL, load_config
 from gateway.config_sections import Config
 from gateway.control.hub import InProcessHub, WorkerPort
 from gateway.control.policy_store import PolicyStore
 from gateway.control.supervisor import Supervisor
 from gateway.control.worker import Worker
+from gateway.listening import CannotListen
 from gateway.observe import logs
 from policies.core.clock import SystemClock
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None)
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_show_locals=False)
 _log = structlog.get_logger("gateway")
 
 #: Seconds that the stand-in may take to end after SIGTERM before it is killed.
@@ -42,7 +43,7 @@ def serve(
         typer.Option("--policies", help="Folder of policy files, instead of the configured one."),
     ] = None,
     with_stand_in: Annotated[
-        bool, typer.Option(help="Also run a stand-in heavy backend, unless HEAVY_BASE_URL is set.")
+        bool, typer.Option(help="Also run a stand-in heavy backend, unless `heavy` is another service.")
     ] = False,
 ) -> None:
     """Run the gateway until SIGTERM or Ctrl-C."""
@@ -52,12 +53,14 @@ def serve(
     if policies is not None:
         config = msgspec.structs.replace(config, policies_dir=policies.absolute())
     logs.configure(config.log.level, human=config.log.format == "console")
-    stand_in = _start_stand_in(config) if with_stand_in and not os.environ.get("HEAVY_BASE_URL") else None
+    stand_in = _start_stand_in(config) if with_stand_in else None
     try:
         uvloop.run(run(config))
+    except CannotListen as error:
+        print(f"gateway serve: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
     except OSError as error:
-        addresses = f"{config.listen.host}:{config.listen.port} or {config.admin.host}:{config.admin.port}"
-        print(f"gateway serve: cannot listen on {addresses}: {error.strerror or error}", file=sys.stderr)
+        print(f"gateway serve: the operating system refused something: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
     finally:
         if stand_in is not None:
@@ -125,14 +128,31 @@ Every answer says in its x-gateway-* headers who answered and why; `gateway why 
 """
 
 
-def _start_stand_in(config: Config) -> subprocess.Popen[bytes]:
-    """The stand-in on the address that backend `heavy` is configured for. Its own process, ended with ours."""
-    heavy = config.backends.get("heavy")
-    address = urlsplit(heavy.base_url if heavy is not None else "http://127.0.0.1:9100/v1")
+def no_stand_in(config: Config, env: Mapping[str, str]) -> str:
+    """Why no stand-in is to be started; empty when one is."""
+    if env.get("HEAVY_BASE_URL"):
+        return "HEAVY_BASE_URL is set"
+    heavy = config.backends.get(HEAVY)
+    if heavy is None:
+        return f"there is no backend `{HEAVY}`"
+    if heavy.kind != "openai":
+        return f"the backend `{HEAVY}` is of kind {heavy.kind}"
+    if heavy.base_url != STAND_IN_URL:
+        return f"the backend `{HEAVY}` is at {heavy.base_url}, not at {STAND_IN_URL}"
+    return ""
+
+
+def _start_stand_in(config: Config) -> subprocess.Popen[bytes] | None:
+    """The stand-in where backend `heavy` expects it, or None. Its own process, ended with ours."""
+    reason = no_stand_in(config, os.environ)
+    if reason:
+        print(f"gateway serve: no stand-in is started: {reason}", file=sys.stderr)
+        return None
+    address = urlsplit(STAND_IN_URL)
     return subprocess.Popen(
         [
             sys.executable, "-m", "gateway.cli.main", "model-server",
-            "--host", address.hostname or "127.0.0.1", "--port", str(address.port or 9100), "--end-with-parent",
+            "--host", str(address.hostname), "--port", str(address.port), "--end-with-parent",
         ]
     )  # fmt: skip
 

@@ -51,6 +51,7 @@ def admin_app(hub: Hub, access: AdminAccess, reload_policies: ReloadPolicies, ow
     app.router.add_post("/policies/reload", api.reload)
     app.router.add_get("/backends", api.ask("backends"))
     app.router.add_get("/models", api.ask("models"))
+    app.router.add_get("/notices", api.ask("notices"))
     app.router.add_get("/cache", api.ask("cache"))
     return app
 

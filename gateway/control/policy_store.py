@@ -116,7 +116,7 @@ class PolicyStore:
         return self._events(before, reported)
 
     def notices(self) -> list[str]:
-        """Everything that is not as the files say, one line each, for /readyz, the log and the admin pages."""
+        """Everything that is not as the files say, one line each, for the log and the admin listener."""
         lines = [line for _, lines in sorted(self.problems.items()) for line in lines]
         return [line for line in (self.folder_problem, self.keep_problem) if line] + lines
 

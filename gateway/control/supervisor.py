@@ -18,6 +18,7 @@ from gateway.control.hub import InProcessHub
 from gateway.control.policy_store import SETTLE_S, PolicyStore
 from gateway.control.watch import Watcher
 from gateway.control.worker import Worker
+from gateway.listening import listening_on
 from gateway.observe.logs import LogObserver
 from gateway.observe.metric_store import Metrics
 from gateway.observe.metrics import MetricsObserver
@@ -51,7 +52,7 @@ class Supervisor:
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(signum, stop.set)
+            loop.add_signal_handler(signum, self._on_signal, stop, worker)
         admin = web.AppRunner(self.admin(), access_log=None)
         watcher = Watcher([self._policies.directory, self._config.keys_file], self._on_change, self._clock)
         watching: asyncio.Task[None] | None = None
@@ -59,8 +60,9 @@ class Supervisor:
             await worker.start()
             await self._tell_notices()
             await admin.setup()
-            site = web.TCPSite(admin, self._config.admin.host, self._config.admin.port)
-            await site.start()
+            host, port = self._config.admin.host, self._config.admin.port
+            with listening_on(host, port):
+                await web.TCPSite(admin, host, port).start()
             self.admin_port = admin.addresses[0][1]
             watching = loop.create_task(watcher.run(), name="watch")
             await self._until_ready(worker, stop)
@@ -68,13 +70,19 @@ class Supervisor:
                 announce(worker, self)
             await self._until_stopped(stop, watching)
         finally:
-            _log.info("stopping")
+            _log.info("stopping", in_flight=worker.in_flight, at_most_s=self._config.drain_s)
             if watching is not None:
                 watching.cancel()
                 await asyncio.gather(watching, return_exceptions=True)
             await worker.stop()
             await admin.cleanup()
             _log.info("stopped")
+
+    def _on_signal(self, stop: asyncio.Event, worker: Worker) -> None:
+        """The first signal drains; a second one no longer waits for what is under way."""
+        if stop.is_set():
+            worker.hurry()
+        stop.set()
 
     async def _until_ready(self, worker: Worker, stop: asyncio.Event) -> None:
         tasks = [asyncio.ensure_future(worker.ready()), asyncio.ensure_future(stop.wait())]
@@ -97,7 +105,10 @@ class Supervisor:
     async def _on_change(self, changed: frozenset[Path]) -> float | None:
         if self._config.keys_file in changed:
             for ack in await self._hub.command("keys.reload", {}):
-                _log.info("keys_reloaded", worker=ack.worker, error=ack.error, **(ack.value or {}))
+                told = ack.value or {}
+                bad = ack.error or told.get("problem")
+                write = _log.error if bad else _log.info
+                write("keys_not_reloaded" if bad else "keys_reloaded", worker=ack.worker, error=ack.error, **told)
         await self.reload_policies()
         return SETTLE_S if self._policies.unsettled else None
 
@@ -123,5 +134,5 @@ class Supervisor:
             }
 
     async def _tell_notices(self) -> None:
-        """What is not as the policy files say is shown by every worker's /readyz."""
+        """What is not as the policy files say is known to every worker: /readyz says that there is something, /notices what."""
         await self._hub.command("policies.notices", {"lines": self._policies.notices()})

@@ -18,6 +18,7 @@ from cache.single_flight import Flights
 from gateway.config_sections import Config
 from gateway.control.hub import WorkerPort
 from gateway.edge.listener import Listener
+from gateway.listening import listening_on
 from gateway.observe.batch import BatchedObserver
 from gateway.observe.loop_lag import watch_loop_lag
 from gateway.observe.metric_store import Metrics
@@ -75,12 +76,14 @@ class Worker:
         port.queries["policies"] = self._policies
         port.queries["backends"] = self._backends
         port.queries["models"] = self._models
+        port.queries["notices"] = self._notices
         port.queries["cache"] = self._cache
 
     async def start(self) -> None:
-        """Begin to load models and to listen. Raises OSError when the port cannot be had."""
+        """Begin to load models and to listen. Raises CannotListen when the port cannot be had."""
         listen = self._parts.config.listen
-        self.bound_port = await self._parts.listener.start(listen.host, listen.port)
+        with listening_on(listen.host, listen.port):
+            self.bound_port = await self._parts.listener.start(listen.host, listen.port)
         loop = asyncio.get_running_loop()
         first_tries = [loop.create_task(slot.fill(), name=f"load-{slot.info.name}") for slot in self._parts.slots]
         self._tasks.append(loop.create_task(self._warm(first_tries), name="warm-up"))
@@ -97,6 +100,15 @@ class Worker:
     async def ready(self) -> None:
         """Return when each model has been tried once."""
         await self._warmed.wait()
+
+    @property
+    def in_flight(self) -> int:
+        """Requests under way."""
+        return self._parts.listener.in_flight
+
+    def hurry(self) -> None:
+        """End a drain now."""
+        self._parts.listener.hurry()
 
     async def stop(self) -> None:
         """Graceful end: requests under way have `drain_s` to finish."""
@@ -176,11 +188,17 @@ class Worker:
                 "name": slot.info.name,
                 "model": slot.info.model,
                 "ready": slot.model is not None,
-                "state": repr(slot),
+                "state": slot.state,
+                "reason": slot.reason,
                 "fingerprint": slot.info.fingerprint,
             }
             for slot in self._parts.slots
         ]
+
+    async def _notices(self, payload: dict[str, Any]) -> Any:
+        """What is not as the files say, in full: one line each."""
+        keys = self._parts.pipeline.book.identities.problem
+        return {"policies": self._parts.readiness.policy_notices, "keys": keys.split("\n") if keys else []}
 
     async def _cache(self, payload: dict[str, Any]) -> Any:
         return {"result": self._parts.cache.stats(), "flights": repr(self._parts.flights)}

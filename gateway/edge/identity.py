@@ -34,7 +34,6 @@ class Identity:
     tenant: str
     priority: Priority
     policies: frozenset[str] | None = None
-    chaos: bool = False
 
     def require_policy(self, policy: str) -> None:
         """Raises NotPermitted unless this key may use `policy`."""
@@ -155,5 +154,4 @@ def _identity(key: ApiKey) -> Identity:
         tenant=key.tenant,
         priority=_CLASSES[key.priority],
         policies=None if key.policies is None else frozenset(key.policies),
-        chaos=key.chaos,
     )

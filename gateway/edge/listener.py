@@ -214,6 +214,10 @@ class Listener:
         self._stop_listening()
         return 0
 
+    def hurry(self) -> None:
+        """Let a drain end now; what is under way is cut."""
+        self._idle.set()
+
     def _stop_listening(self) -> None:
         if self._listening is not None:
             self._listening.close()

@@ -104,7 +104,7 @@ def replay(trace: list[Arrival], rate: float | None = None) -> Iterator[Arrival]
     first, rows = trace[0].at_s, len(trace)
     span = trace[-1].at_s - first
     # One mean gap between the last arrival and the first of the next round.
-    period = span * rows / (rows - 1) if span > 0 else float(rows)
+    period = span * rows / (rows - 1) if span > 1e-9 else float(rows)
     scale = 1.0 if rate is None else rows / period / rate
     for turn in itertools.count():
         for arrival in trace:

@@ -8,6 +8,7 @@ The result is always there, so that later checks can run too: what could not be 
     {"unit": "duration"}   a value with a unit (policies.language.units)
     {"later": True}        a key that exists, but not in this version
     {"resolved": True}     filled in after reading; not a key of the file
+    {"secret": True}       what stands there may be a secret by mistake: no message shows it
 """
 
 from __future__ import annotations
@@ -64,7 +65,10 @@ class _Checker:
 
     def walk(self, node: Node, kind: ins.Type, path: Path) -> Any:
         if isinstance(kind, ins.Metadata):
-            unit = (kind.extra or {}).get("unit")
+            extra = kind.extra or {}
+            if extra.get("secret") and isinstance(node, Scalar):
+                return self._hidden(node, kind.type, path)
+            unit = extra.get("unit")
             return self._unit(node, unit, kind.type, path) if unit else self.walk(node, kind.type, path)
         if isinstance(kind, ins.StructType):
             return self._struct(node, kind, path)
@@ -220,6 +224,17 @@ class _Checker:
             self._problems.add(node.at, f"{path_text(path)} {unfit}", path)
         return node.text
 
+    def _hidden(self, node: Scalar, kind: ins.Type, path: Path) -> Any:
+        """Like `walk` for a value that no message may show."""
+        if isinstance(kind, ins.StrType) and isinstance(node.value, str):
+            unfit = _unfit_text(node.text, kind, show=False)
+            if unfit:
+                self._problems.add(node.at, f"{path_text(path)} {unfit}", path)
+            return node.text
+        wanted = "text" if isinstance(kind, ins.StrType) else "keys and values or a list of them"
+        self._problems.add(node.at, f"{path_text(path)} must be {wanted}; what stands there is not shown", path)
+        return _empty(kind)
+
     def _unit(self, node: Node, unit: str, kind: ins.Type, path: Path) -> Any:
         reader, noun = UNITS[unit]
         if not isinstance(node, Scalar) or node.value is None or isinstance(node.value, bool):
@@ -259,16 +274,17 @@ def _number_meant(value: Any, whole: bool) -> str:
     return ""
 
 
-def _unfit_text(text: str, kind: ins.Type) -> str:
-    """Why a text does not fit its type; empty when it does."""
+def _unfit_text(text: str, kind: ins.Type, *, show: bool = True) -> str:
+    """Why a text does not fit its type; empty when it does. `show`: may the text stand in a message?"""
     if not isinstance(kind, ins.StrType):
-        return _unfit_text(text, kind.type) if isinstance(kind, ins.Metadata) else ""
+        return _unfit_text(text, kind.type, show=show) if isinstance(kind, ins.Metadata) else ""
     if kind.min_length is not None and len(text) < kind.min_length:
         return "must not be empty" if kind.min_length == 1 else f"must be at least {kind.min_length} characters long"
     if kind.max_length is not None and len(text) > kind.max_length:
         return f"must be at most {kind.max_length} characters long"
     if kind.pattern is not None and not re.fullmatch(kind.pattern.strip("^$"), text):
-        return f"has characters that are not allowed here: `{shown(text)}` (wanted: {kind.pattern.strip('^$')})"
+        found = f": `{shown(text)}`" if show else ""
+        return f"has characters that are not allowed here{found} (wanted: {kind.pattern.strip('^$')})"
     return ""
 
 

@@ -6,10 +6,14 @@ A problem is one complete line, `file:line:column: message; did you mean ...?`. 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
 from policies.core.errors import ConfigError
+
+#: What looks like an API key. It should not stand in these files; should it do so, it is at least not repeated.
+_KEY_LIKE = re.compile(r"\b(gw|sk|pk)-[\w-]{8,}")
 
 #: Where a value stands in a file's tree: keys and list indexes from the root.
 Path = tuple[str | int, ...]
@@ -66,8 +70,8 @@ def path_text(path: Path) -> str:
 
 
 def shown(text: str, limit: int = 40) -> str:
-    """Text from a file as it may stand in a message: one line, not too long."""
-    flat = " ".join(text.split())
+    """Text from a file as it may stand in a message: one line, not too long, without what looks like an API key."""
+    flat = _KEY_LIKE.sub(r"\1-***", " ".join(text.split()))
     return flat if len(flat) <= limit else flat[: limit - 3] + "..."
 
 

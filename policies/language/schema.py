@@ -56,9 +56,9 @@ class Match(Section, frozen=True, kw_only=True):
 
 
 class Timeouts(Section, frozen=True, kw_only=True):
-    """`first_token` counts from the start of a rung; `idle` between chunks; `total` for a whole stream."""
+    """Limits of streams: `first_token` counts from the start of a rung, `idle` between chunks, `total` over all."""
 
-    #: The longest wait for the first token, from the start of a rung.
+    #: The longest wait for the first token of a stream, from the start of a rung.
     first_token: Limit = 5.0
     #: The longest pause between two chunks of a stream.
     idle: Limit = 15.0

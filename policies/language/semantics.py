@@ -55,6 +55,7 @@ class _Sense:
 
     def check(self) -> None:
         self._match()
+        self._tensors_and_vectors()
         for name, spec in self.policy.classify.signals.items():
             self._signal(spec, ("classify", "signals", name))
         self._routes()
@@ -86,6 +87,23 @@ class _Sense:
                 if route.when is not None:
                     said = "embeddings never change model: such a policy has one route, without `when`"
                     self._say(("routes", index, "when"), said, at_key=True)
+
+    def _tensors_and_vectors(self) -> None:
+        """Keys that mean something to chat only."""
+        surfaces = self.policy.match.surfaces
+        if not surfaces or "chat" in surfaces or self.problems.touches(("match", "surfaces")):
+            return
+        traffic = " and ".join(surfaces)
+        if lookup(self.root, ("timeouts",)) is not None and not self.problems.touches(("timeouts",)):
+            said = f"`timeouts` limits the streams of chat; this policy is for {traffic}: use `deadline`, remove this"
+            self._say(("timeouts",), said, at_key=True)
+        if "embeddings" in surfaces:
+            return  # said in `_match`
+        for index, route in enumerate(self.policy.routes):
+            path: Path = ("routes", index, "when")
+            if route.when is not None and not self.problems.touches(path):
+                said = f"signals read the text of a chat and say nothing about {traffic}: this never matches; remove it"
+                self._say(path, said, at_key=True)
 
     def _twice(self, values: Sequence[str], path: Path) -> None:
         for index, value in enumerate(values):
@@ -155,7 +173,9 @@ class _Sense:
     def _target(self, route: Route, path: Path) -> None:
         given = lookup(self.root, (*path, "answer")) is not None
         if route.to == CANNED:
-            if not given:
+            if self._only_vectors():
+                self._say((*path, "to"), f"embeddings come from a model; `{CANNED}` is for chat and tensors")
+            elif not given:
                 self._say(path, f"the route `{route.name}` goes to `canned` and so needs an `answer`")
             elif route.answer is not None:
                 self._canned(route.answer, (*path, "answer"))
@@ -238,12 +258,17 @@ class _Sense:
                 self._say(("ladder", index), f"the ladder goes in a circle: {circle}; each rung may stand in it once")
 
     def _default_answer(self) -> None:
-        if self.policy.default_answer is not None:
+        if self.policy.default_answer is not None and self._only_vectors():
+            self._say(("default_answer",), "embeddings have no default answer: nothing replaces a vector", at_key=True)
+        elif self.policy.default_answer is not None:
             self._canned(self.policy.default_answer, ("default_answer",))
             if "default" not in self.policy.ladder and not self.problems.touches(("ladder",)):
                 self._say(
                     ("default_answer",), "this answer is never used: the ladder has no `default` rung", at_key=True
                 )
+
+    def _only_vectors(self) -> bool:
+        return self.policy.match.surfaces == ("embeddings",)
 
     def _canned(self, answer: Canned, path: Path) -> None:
         if self.problems.touches(path):
@@ -255,7 +280,13 @@ class _Sense:
             self._say(path, "this policy is for chat, so its answer needs `text:`")
         elif surfaces == ("tensor",) and not answer.tensors:
             self._say(path, "this policy is for tensors, so its answer needs `tensors:`")
+        elif surfaces == ("chat",) and answer.tensors:
+            self._say((*path, "tensors"), "this policy is for chat, where `tensors:` are never sent", at_key=True)
+        elif surfaces == ("tensor",) and answer.text:
+            self._say((*path, "text"), "this policy is for tensors, where `text:` is never sent", at_key=True)
         for name, values in answer.tensors.items():
+            if self.problems.touches((*path, "tensors")):
+                break
             try:
                 _shape(values)
             except ValueError as error:
@@ -267,6 +298,17 @@ class _Sense:
             need = f"{result.ttl + result.swr:g}s"
             message = f"answers would be gone before they are old: `stale` must be at least ttl + swr ({need})"
             self._say(("cache", "result", "stale"), message)
+        elif (
+            "stale" not in self.policy.ladder
+            and result.stale > result.ttl + result.swr
+            and lookup(self.root, ("cache", "result", "stale")) is not None
+            and not self.problems.touches(("ladder",))
+            and not self.problems.touches(("cache", "result"))
+        ):
+            said = (
+                "older answers than ttl + swr are used by the ladder's `stale` rung only, and it has none; remove this"
+            )
+            self._say(("cache", "result", "stale"), said, at_key=True)
         if cache.user_tensor and cache.scope != "user" and not self.problems.touches(("cache", "scope")):
             self._say(("cache", "user_tensor"), "`user_tensor` is only read with `scope: user`", at_key=True)
 

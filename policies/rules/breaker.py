@@ -32,11 +32,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import StrEnum
+from typing import Annotated
+
+from msgspec import Meta
 
 from policies.core.errors import BreakerOpen
-from policies.language.schema import Duration, Section, Share
+from policies.language.schema import Limit, Section, Share
 
 _SLOTS = 10
+
+Count = Annotated[int, Meta(ge=1)]
+SomeShare = Annotated[float, Meta(gt=0, extra={"unit": "share"}, extra_json_schema={"x-unit": "share"})]
 
 
 class BreakerState(StrEnum):
@@ -67,16 +73,17 @@ TRANSITIONS: dict[tuple[BreakerState, BreakerEvent], BreakerState] = {
 class BreakerOptions(Section, frozen=True, kw_only=True):
     """When to open and for how long."""
 
-    failure_rate: Share = 0.5
-    min_calls: int = 20
-    window_s: Duration = 10.0
-    consecutive: int = 5
-    open_s: Duration = 1.0
-    open_max_s: Duration = 30.0
+    failure_rate: SomeShare = 0.5
+    min_calls: Count = 20
+    window_s: Limit = 10.0
+    consecutive: Count = 5
+    open_s: Limit = 1.0
+    #: At least `open_s`.
+    open_max_s: Limit = 30.0
     #: The open time is drawn from open * (1 - jitter) .. open * (1 + jitter).
     jitter: Share = 0.2
-    probes: int = 3
-    probe_timeout_s: Duration = 30.0
+    probes: Count = 3
+    probe_timeout_s: Limit = 30.0
 
 
 #: Called with (before, after, reason) after every change of state.

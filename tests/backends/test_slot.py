@@ -46,12 +46,13 @@ async def test_an_empty_slot_refuses_with_the_reason() -> None:
     clock, seen = FakeClock(), Seen()
     slot = Slot(info("none"), Loader(clock, 1), clock, seen)
     deadline = Deadline.after(5, clock)
-    with pytest.raises(ModelNotReady, match="still loading"):
+    with pytest.raises(ModelNotReady, match="not ready: loading"):
         await slot.infer(REQUEST, deadline)
     assert not await slot.fill()
-    with pytest.raises(ModelNotReady, match="the file is gone"):
+    with pytest.raises(ModelNotReady, match="not ready: failed"):
         slot.stream(REQUEST, deadline)
     assert not (await slot.health()).ready
+    assert "the file is gone" in (await slot.health()).reason
     assert seen.states == ["loading", "failed"]
 
 

@@ -40,7 +40,7 @@ def test_a_key_from_making_to_revoking(tmp_path):
 
     listed = json.loads(keys("list", "--json", "-f", path).stdout)
     assert listed["keys"] == [
-        {"id": "shop-web", "tenant": "shop", "class": "vip", "policies": ["chatbot"], "chaos": False, "expires": None}
+        {"id": "shop-web", "tenant": "shop", "class": "vip", "policies": ["chatbot"], "expires": None}
     ]
     table = keys("list", "-f", path)
     assert "shop-web" in table.stdout and key not in table.stdout
@@ -68,6 +68,7 @@ def test_the_file_comes_from_the_configuration(tmp_path):
         (["create", "a", "--tenant", "t", "--expires", "soon"], "--expires: `soon` is not a date"),
         (["create", "a", "--tenant", "t", "--expires", "5x"], "--expires: `x` is not a unit of time"),
         (["create", "taken", "--tenant", "t"], "there is a key `taken` already"),
+        (["create", "a", "--tenant", "t", "--chaos"], "`--chaos` is not available in this version"),
         (["revoke", "none"], "there is no key 'none'"),
     ],
 )

@@ -97,7 +97,6 @@ def test_values_of_a_backend(tmp_path):
         "    base_url: https://api.example.com/v1/\n"
         "    model: big\n"
         "    credential_env: KEY\n"
-        "    price: {input_per_mtok: 1, output_per_mtok: 2.5}\n"
         "    capabilities: {surfaces: [chat], context_tokens: 8000, features: [tools]}\n"
         "    languages: [en, zh]\n"
         "    limiter: {max_concurrent: 7}\n"
@@ -109,7 +108,6 @@ def test_values_of_a_backend(tmp_path):
     assert heavy.base_url == "https://api.example.com/v1"
     assert heavy.credential is not None and heavy.credential.reveal() == "sk-secret"
     assert heavy.effective_role() is Role.HEAVY
-    assert heavy.price.output_per_mtok == 2.5
     assert heavy.limiter.max_concurrent == 7
     assert (heavy.breaker.failure_rate, heavy.breaker.window_s, heavy.breaker.open_s) == (0.3, 20.0, 2.0)
     assert heavy.timeouts.connect_s == 0.1
@@ -178,8 +176,14 @@ def test_bad_environment(env, line):
         ("redis: {url: 'redis://:hunter2@h:1'}\n" + BACKENDS, "1:14: a password does not belong in this file; use `url_env`"),
         ("redis: {url: 123456}\n" + BACKENDS, "1:14: `redis.url` must be text; write it in quotes"),
         ("log: {level: warn}\n" + BACKENDS, "1:14: `warn` is no value of `log.level`; did you mean `warning`?"),
-        ("models: {m: {source: 'model:x'}}\n" + BACKENDS, "1:22: there is no other model `x`"),
-        ("models: {m: {source: 'ftp:x'}}\n" + BACKENDS, "1:22: `models.m.source` has characters that are not allowed here"),
+        ("models: {minlm: {}}\n" + BACKENDS, "1:10: there is no model `minlm` in the catalogue; did you mean `minilm`?"),
+        ("models: {two-tower: {source: 'model:x'}}\n" + BACKENDS, "1:30: `two-tower` is made from another model; write model:minilm"),
+        ("models: {two-tower: {source: 'file:x'}}\n" + BACKENDS, "1:30: `two-tower` is made from another model"),
+        ("models: {minilm: {source: 'model:smollm2'}}\n" + BACKENDS, "1:27: `minilm` is made from weights"),
+        ("models: {minilm: {required: true}}\n" + BACKENDS, "1:19: no backend runs the model `minilm`, so `required` does nothing"),
+        ("models: {minilm: {languages: [en]}}\n" + BACKENDS, "1:19: no backend runs the model `minilm`, so `languages`"),
+        ("models: {minilm: {capabilities: {context_tokens: 9}}}\n" + BACKENDS, "1:19: no backend runs the model"),
+        ("models: {minilm: {source: 'ftp:x'}}\n" + BACKENDS, "1:27: `models.minilm.source` has characters that are not allowed here"),
         ("drain: 10\n" + BACKENDS, "1:8: `drain`: `10` has no unit; did you mean 10s?"),
         ("workers: 1\n", "1:1: there is no backend"),
         ("backends: {a: {kind: opnai}}\n", "1:22: `opnai` is no value of `backends.a.kind`; did you mean `openai`?"),
@@ -190,6 +194,24 @@ def test_bad_environment(env, line):
         ("backends: {stale: {kind: scripted}}\n", "1:12: `stale` is a rung of the ladder"),
         ("backends: {light: {kind: scripted}}\n", "1:12: routes to `light` mean the role, and this backend's role is heavy"),
         ("backends: {a: {kind: scripted, limiter: {max_concurrent: 0}}}\n", "1:58: must be at least 1"),
+        ("models: {smollm2: {}}\nbackends: {a: {kind: onnx_embedder, model: smollm2}}\n", "2:44: `smollm2` is of kind chat and cannot be run by onnx_embedder; it runs minilm"),
+        ("models: {minilm: {}}\nbackends: {a: {kind: onnx_embedder, model: minilm, capabilities: {surfaces: [chat]}}}\n", ": the kind onnx_embedder cannot serve chat; it serves embeddings"),
+        ("models: {minilm: {capabilities: {surfaces: [chat]}}}\nbackends: {a: {kind: onnx_embedder, model: minilm}}\n", "1:44: the kind onnx_embedder cannot serve chat"),
+        ("backends: {a: {kind: openai, base_url: 'http://h', model: m, capabilities: {surfaces: [chat, embeddings]}}}\n", "cannot serve embeddings; it serves chat"),
+        ("backends: {a: {kind: oip, base_url: 'http://h', model: m, capabilities: {surfaces: []}}}\n", "there is no surface left"),
+        ("backends: {a: {kind: openai, base_url: 'http://h', model: m, price: {input_per_mtok: 1}}}\n", "1:62: `price` is not available in this version"),
+        ("backends: {a: {kind: openai, base_url: 'http://h', model: m, required: true}}\n", "1:62: `required` means nothing to the kind openai"),
+        ("backends: {a: {kind: scripted, required: true}}\n", "1:32: `required` means nothing to the kind scripted"),
+        ("backends: {a: {kind: scripted, breaker: {window: 0s}}}\n", "1:50: `backends.a.breaker.window` must be more than 0"),
+        ("backends: {a: {kind: scripted, breaker: {open: 0s}}}\n", "`backends.a.breaker.open` must be more than 0"),
+        ("backends: {a: {kind: scripted, breaker: {probe_timeout: 0s}}}\n", "must be more than 0"),
+        ("backends: {a: {kind: scripted, breaker: {failure_rate: 0%}}}\n", "must be more than 0"),
+        ("backends: {a: {kind: scripted, breaker: {probes: 0}}}\n", "1:50: `backends.a.breaker.probes` must be at least 1"),
+        ("backends: {a: {kind: scripted, breaker: {open: 1m}}}\n", "1:48: `open_max` (30s) must be at least `open` (60s)"),
+        ("backends: {a: {kind: scripted, breaker: {open: 9s, open_max: 3s}}}\n", "1:62: `open_max` (3s) must be at least `open` (9s)"),
+        ("admin: {token_env: sk-hunter2}\n" + BACKENDS, "1:20: `admin.token_env` has characters that are not allowed here (wanted"),
+        ("admin: {token_env: hunter2}\n" + BACKENDS, "1:20: the environment variable that `admin.token_env` should name is not set"),
+        ("backends: {a: {kind: openai, base_url: 'http://h', model: m, credential_env: [hunter2]}}\n", "must be text, not a list"),
         ("backends: {a: {kind: scripted, hedge_budget: 1}}\n", "1:32: `hedge_budget` is not available in this version"),
     ],
 )  # fmt: skip
@@ -258,6 +280,25 @@ def test_the_kept_secret_is_made_once(tmp_path):
     assert kept_secret(path) == first
     assert path.stat().st_mode & 0o777 == 0o600
     assert [p.name for p in path.parent.iterdir()] == ["cache.secret"]
+
+
+@pytest.mark.parametrize("content", [None, b"", b"\xff"])
+def test_a_secret_that_cannot_be_kept_names_its_path(tmp_path, content):
+    path = tmp_path / "state" / "cache.secret"
+    if content is None:
+        (tmp_path / "state").write_text("a file where the folder should be")
+    else:
+        path.parent.mkdir()
+        path.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"cache\.secret: "):
+        kept_secret(path)
+
+
+def test_weights_from_a_file_are_found_from_the_configuration(tmp_path):
+    text = "models: {minilm: {source: 'file:w'}, smollm2: {source: 'hf:a/b/c'}}\n" + BACKENDS
+    models = load(tmp_path, text).models
+    assert models["minilm"].source == f"file:{tmp_path / 'w'}"
+    assert models["smollm2"].source == "hf:a/b/c"
 
 
 @pytest.mark.parametrize(

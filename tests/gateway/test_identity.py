@@ -25,9 +25,7 @@ def clock() -> FakeClock:
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     path = tmp_path / "keys.yaml"
-    create_key(
-        path, ApiKey(id="k1", sha256=digest(KEY), tenant="shop", priority="vip", policies=("chatbot",), chaos=True)
-    )
+    create_key(path, ApiKey(id="k1", sha256=digest(KEY), tenant="shop", priority="vip", policies=("chatbot",)))
     return path
 
 
@@ -42,7 +40,7 @@ def test_a_known_key_is_its_entry(path, clock):
     for _ in range(2):  # looked up, then remembered
         identity = identities.identify(f"Bearer {KEY}", loopback=False)
         assert (identity.key_id, identity.tenant, identity.priority) == ("k1", "shop", Priority.VIP)
-        assert identity.policies == {"chatbot"} and identity.chaos
+        assert identity.policies == {"chatbot"}
     assert identities.identify(f"bearer  {KEY} ", loopback=True).tenant == "shop"
     identity.require_policy("chatbot")
     with pytest.raises(NotPermitted, match="'k1' may not use the policy 'other'"):
@@ -52,7 +50,7 @@ def test_a_known_key_is_its_entry(path, clock):
 def test_no_key(path, clock):
     identities = Identities.load(path, clock)
     assert identities.identify(None, loopback=True) is LOCAL
-    assert (LOCAL.tenant, LOCAL.priority, LOCAL.chaos, LOCAL.policies) == ("local", Priority.NORMAL, False, None)
+    assert (LOCAL.tenant, LOCAL.priority, LOCAL.policies) == ("local", Priority.NORMAL, None)
     assert "an API key is needed" in refused(identities, None)
     strict = Identities.load(path, clock, anonymous=False)
     assert "an API key is needed" in refused(strict, None, loopback=True)
@@ -137,9 +135,37 @@ def test_a_start_with_a_broken_file_is_refused(path, clock):
     with pytest.raises(ConfigError) as caught:
         Identities.load(path, clock)
     assert [line.removeprefix(f"{path}:") for line in caught.value.problems] == [
-        "1:24: `keys[0].sha256` has characters that are not allowed here: `short` (wanted: [0-9a-f]{64})",
+        "1:24: `keys[0].sha256` has characters that are not allowed here (wanted: [0-9a-f]{64})",
         "1:42: unknown key `clas` in `keys[0]`; did you mean `class`?",
     ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "keys: [{id: a, sha256: %s, tenant: t}]",
+        "keys: [{id: a, sha256: [%s], tenant: t}]",
+        "keys: [{id: a, sha256: {%s: 1}, tenant: t}]",
+        "keys: [%s]",
+        "keys: %s",
+        "keys: {%s: {id: a}}",
+        "keys: [{%s: {id: a}}]",
+        "%s",
+        "%s: {tenant: a}",
+    ],
+)
+def test_a_key_in_the_wrong_place_is_not_repeated(path, clock, text):
+    secret = new_key()
+    path.write_text(text % secret)
+    with pytest.raises(ConfigError) as caught:
+        Identities.load(path, clock)
+    assert secret.partition("-")[2][:6] not in str(caught.value)
+
+
+def test_faults_by_key_are_not_available(path, clock):
+    path.write_text(f"keys: [{{id: a, sha256: {digest(KEY)}, tenant: t, chaos: true}}]")
+    with pytest.raises(ConfigError, match="`chaos` is not available in this version"):
+        Identities.load(path, clock)
 
 
 def test_ids_and_digests_are_unique(tmp_path):
@@ -163,7 +189,6 @@ def test_what_is_written_is_what_is_read(tmp_path):
             tenant="true",
             priority="vip",
             policies=("p", "q"),
-            chaos=True,
             expires=1_800_000_000.0,
         ),
         ApiKey(id="c", sha256=digest("3"), tenant="t", policies=()),

@@ -49,6 +49,7 @@ def test_warming_draining_and_notes() -> None:
     readiness.warming = False
     readiness.note(lambda: "Redis is away")
     readiness.policy_notices = ["chatbot.yaml:1:1: bad"]
-    assert report(readiness)[1]["degraded"] == ["Redis is away", "chatbot.yaml:1:1: bad"]
+    told = "policy files have problems: see the log and the admin API"
+    assert report(readiness)[1]["degraded"] == ["Redis is away", told]
     readiness.draining = True
     assert report(readiness)[0] is False

@@ -49,7 +49,7 @@ async def edge_here(handler: ToldHandler, limits: EdgeLimits) -> AsyncIterator[s
 
 def whole(text: bytes) -> Callable[[Exchange], Reply]:
     """Every request gets this body."""
-    return lambda exchange: Reply(exchange.record, answer=ChatAnswer(text, "stop"))
+    return lambda exchange: Reply(exchange.record, answer=ChatAnswer(text, "told", "stop"))
 
 
 class Stream:

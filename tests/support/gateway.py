@@ -47,7 +47,7 @@ def chat_policy(**changes: Any) -> dict[str, Any]:
         "default_answer": {"text": DEFAULT_TEXT},
         "cache": {"scope": "tenant", "store": "all", "result": {"ttl": "10m", "swr": "5m", "stale": "1h"}},
     }
-    return _merged(base, changes)
+    return _consistent(_merged(base, changes))
 
 
 def tensor_policy(**changes: Any) -> dict[str, Any]:
@@ -62,7 +62,14 @@ def tensor_policy(**changes: Any) -> dict[str, Any]:
         "default_answer": {"tensors": {"x": [0.25, 0.75]}},
         "cache": {"scope": "tenant", "store": "all", "result": {"ttl": "10m", "swr": "5m", "stale": "1h"}},
     }
-    return _merged(base, changes)
+    return _consistent(_merged(base, changes))
+
+
+def _consistent(policy: dict[str, Any]) -> dict[str, Any]:
+    """Without the key `stale` where the ladder has no such rung."""
+    if "stale" not in policy.get("ladder", ["stale"]):
+        policy["cache"] = _merged(policy["cache"], {"result": {"stale": None}})
+    return policy
 
 
 #: Sections that put the two models of the `tiny_models` fixture into a gateway: `embed` and `recommender`.

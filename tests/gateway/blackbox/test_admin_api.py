@@ -224,6 +224,23 @@ async def test_with_tokens_only_their_holders_are_let_in(start: Start) -> None:
         assert await status("POST", "/policies/reload", token) == change, token
 
 
+@pytest.mark.parametrize(
+    "header",
+    ["operate-secret", "Basic operate-secret", "Bearer", "Bearer ", "Bearer op\u00e9rate", "Bearer \U0001f511", "Beareroperate-secret"],
+)  # fmt: skip
+async def test_a_token_in_any_other_form_is_a_401(start: Start, header: str) -> None:
+    gateway = await start(admin={"token_env": "OPERATE"}, env={"OPERATE": "operate-secret"})
+    request = b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\nAuthorization: %s\r\n\r\n"
+    answer = await raw(gateway.admin_url, request % header.encode())
+    assert answer.split(b" ", 2)[1] == b"401"
+
+
+async def test_bytes_that_are_no_text_as_token_are_a_401(start: Start) -> None:
+    gateway = await start(admin={"token_env": "OPERATE"}, env={"OPERATE": "operate-secret"})
+    request = b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\nAuthorization: Bearer \xff\xfe\xe9\r\n\r\n"
+    assert (await raw(gateway.admin_url, request)).split(b" ", 2)[1] == b"401"
+
+
 async def test_outside_loopback_nobody_is_let_in_without_the_token(start: Start) -> None:
     gateway = await start(admin={"host": "0.0.0.0", "token_env": "OPERATE"}, env={"OPERATE": "operate-secret"})
     for path in ("/metrics", "/policies", "/debug/requests", "/nothing"):

@@ -177,7 +177,7 @@ async def test_the_last_word_is_an_error_with_retry_after_when_all_breakers_are_
 
 
 async def test_all_breakers_open_and_something_stored_is_stale(start: Start, up: SettableUpstream) -> None:
-    breaker = {"breaker": {"consecutive": 1, "open": "2h"}}
+    breaker = {"breaker": {"consecutive": 1, "open": "2h", "open_max": "2h"}}
     gateway = await start(backends={"heavy": breaker, "light": breaker, "scorer": breaker})
     client = gateway.client
     await client.chat(HARD)
@@ -244,6 +244,16 @@ async def test_a_context_too_long_for_one_model_may_fit_another(
 
 
 # ----------------------------------------------------------------------------------------------------- keeping count
+
+
+async def test_canned_tensors_have_the_type_of_their_values(start: Start, up: SettableUpstream) -> None:
+    values = {"yes": [True, False], "count": [[1, 2]], "share": [0.5], "name": ["a", "b"]}
+    gateway = await start(chat_policy(), tensor_policy(default_answer={"tensors": {"x": None, **values}}))
+    up.play(scorer="error")
+    outputs = {tensor["name"]: tensor for tensor in (await gateway.client.infer()).json["outputs"]}
+    types = {name: tensor["datatype"] for name, tensor in outputs.items()}
+    assert types == {"yes": "BOOL", "count": "INT64", "share": "FP32", "name": "BYTES"}
+    assert outputs["yes"]["data"] == [True, False]
 
 
 async def test_each_rung_is_tried_once(start: Start, up: SettableUpstream) -> None:

@@ -66,7 +66,8 @@ async def test_a_bad_edit_keeps_the_last_good_version_and_says_where(gateway: Ga
     assert (await client.infer()).said("policy") == "scoring@2"
     ready = await client.get("/readyz")
     assert ready.status == 200
-    assert path.name in json.dumps(ready.json.get("degraded"))
+    assert ready.json["degraded"] == ["policy files have problems: see the log and the admin API"]
+    assert path.name in json.dumps((await client.admin("/notices")).json["worker-1"]["policies"])
     assert await client.metric("gateway_policy_changes_total", policy="support", outcome="refused") >= 1
     write_policies(path.parent, _version(10))
     assert (await client.send("POST", "/policies/reload", {}, admin=True)).status == 200

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import signal
 import time
@@ -12,7 +13,7 @@ import pytest
 
 from backends.scripted_steps import Head, Step, Tokens, chunk
 from tests.support.gateway import Serve, chat_policy, write_policies
-from tests.support.gateway_client import HARD, Client
+from tests.support.gateway_client import HARD, Client, raw
 from tests.support.redis_server import free_port
 from tests.support.settable_upstream import SettableUpstream
 from tests.support.waiting import eventually, until
@@ -45,6 +46,30 @@ async def test_it_starts_serves_logs_in_json_and_ends_with_zero(serve: Serve, up
     assert await process.ended() == 0
     assert process.events("stopped")
     assert process.errors == ""
+
+
+async def test_junk_from_clients_writes_few_lines_and_all_of_them_json(serve: Serve) -> None:
+    process = await serve()
+    client = await process.ready()
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n"
+    zipped = head % 9 + b"Content-Encoding: gzip\r\n\r\n" + b"not gzip!"
+    cut_short = head % 20 + b"Content-Encoding: gzip\r\n\r\n" + gzip.compress(b"x" * 99)[:20]
+    chunked = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n"
+    junk = (zipped, cut_short, chunked, b"\x16\x03\x01 hello\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"NONSENSE\r\n\r\n")
+    try:
+        for _ in range(30):
+            for answer in await asyncio.gather(*(raw(process.url, request) for request in junk)):
+                assert answer.split(b" ", 2)[1].startswith(b"4"), answer
+        assert (await client.chat(HARD)).status == 200
+    finally:
+        await client.aclose()
+    process.signal(signal.SIGTERM)
+    assert await process.ended() == 0
+    assert process.errors == ""
+    told = [json.loads(line) for line in process.lines]
+    assert 1 <= len(process.events("connection_refused")) <= 6
+    assert len(told) < 20, told
+    assert not [line for line in told if line["level"] in ("error", "critical")]
 
 
 async def test_a_stream_under_way_is_finished_before_the_end(serve: Serve, up: SettableUpstream) -> None:
@@ -136,7 +161,8 @@ async def test_a_restart_with_a_broken_file_serves_the_last_good_version(
         assert (await gateway.client.chat(HARD)).said("policy") == "support@3"
         ready = await gateway.client.get("/readyz")
         assert ready.status == 200
-        assert "support.yaml" in json.dumps(ready.json["degraded"])
+        assert ready.json["degraded"] == ["policy files have problems: see the log and the admin API"]
+        assert "support.yaml" in json.dumps((await gateway.client.admin("/notices")).json["worker-1"]["policies"])
 
 
 @pytest.mark.parametrize(
@@ -204,3 +230,12 @@ async def test_burst_of_new_streams_does_not_open_the_breaker(serve: Serve, up: 
         assert {answer.said("rung") for answer in got} == {"heavy"}
     finally:
         await client.aclose()
+
+
+async def test_a_home_that_cannot_be_written_is_not_called_a_taken_port(serve: Serve, tmp_path: Path) -> None:
+    (tmp_path / "no-folder").write_text("")
+    process = await serve(env={"GATEWAY_HOME": str(tmp_path / "no-folder")})
+    assert await process.ended() == 2
+    assert "no-folder/state/cache.secret: the cache's secret cannot be kept here" in process.errors
+    assert "listen" not in process.errors
+    assert "Traceback" not in process.output

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from gateway.keys import new_key
 from tests.support.gateway import EMBEDDED, Start, chat_policy, recommender_policy
 from tests.support.gateway_client import EASY, HARD
 from tests.support.redis_server import free_port
 from tests.support.settable_upstream import SettableUpstream
+from tests.support.waiting import eventually
 
 
 async def test_ready_without_any_call(start: Start, up: SettableUpstream) -> None:
@@ -48,10 +50,40 @@ async def test_a_missing_optional_model_is_only_named(start: Start) -> None:
     assert (await gateway.client.get("/v2/health/ready")).status == 200
 
 
+async def test_readiness_tells_no_paths_and_no_causes(start: Start) -> None:
+    """They are on the admin listener."""
+    gateway = await start(chat_policy(), recommender_policy(), **EMBEDDED)
+    got = await gateway.client.get("/readyz")
+    assert got.json["degraded"] == [
+        "the model embed is not there: failed",
+        "the model recommender is not there: failed",
+    ]
+    assert str(gateway.folder) not in got.body.decode()
+    models = (await gateway.client.admin("/models")).json["worker-1"]
+    assert [model["state"] for model in models] == ["failed", "failed"]
+    assert all(str(gateway.folder) in model["reason"] for model in models)
+
+
+async def test_a_keys_file_that_is_not_in_force_is_named_without_its_contents(start: Start) -> None:
+    gateway = await start()
+    key = new_key()
+    path = gateway.folder / "keys.yaml"
+    path.write_text(f"keys:\n  - id: shop\n    sha256: {key}\n    tenant: shop\n")
+
+    async def noticed() -> bool:
+        return "degraded" in (await gateway.client.get("/readyz")).json
+
+    await eventually(noticed, within_s=4.0)
+    got = await gateway.client.get("/readyz")
+    assert got.json["degraded"] == ["keys.yaml is not in force: see the log and the admin API"]
+    (notice,) = (await gateway.client.admin("/notices")).json["worker-1"]["keys"]
+    assert notice.startswith(f"{path}:3:13: `keys[0].sha256` has characters that are not allowed here")
+    assert key not in notice
+    path.unlink()
+
+
 async def test_a_model_that_comes_later_is_loaded_without_a_restart(start: Start, tiny_models: Path) -> None:
     """Loading is tried again: the folder appears, the model serves, readiness is whole."""
-    from tests.support.waiting import eventually
-
     sections = {**EMBEDDED, "models": {"minilm": {"required": True}, "two-tower": {}}}
     gateway = await start(chat_policy(), recommender_policy(), **sections)
     assert (await gateway.client.get("/readyz")).status == 503

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 import unicodedata
 from pathlib import Path
@@ -69,8 +70,19 @@ async def test_no_prompt_and_no_answer_stands_in_a_redis_name(
         await gateway.client.chat("prove MARKER-PROMPT", user="MARKER-USER")
         await _stored(redis_server, 1)
         names = await redis_server.command("KEYS", "*")
-    assert b"gw:default:v1:r:" in names
+    assert re.search(rb"gw:default-[0-9a-f]{8}:v1:r:", names)
     assert b"MARKER" not in names
+
+
+async def test_gateways_with_other_secrets_leave_each_other_s_entries_alone(
+    config: Path, tmp_path: Path, redis_server: RedisServer, up: SettableUpstream
+) -> None:
+    for home in ("one", "two", "one", "two"):
+        env = {**environment(tmp_path), "GATEWAY_HOME": str(tmp_path / home)}
+        async with gateway_here(config, env) as gateway:
+            await gateway.client.chat(HARD)
+            await _stored(redis_server, 1 if home == "one" else 2)
+    assert up.calls("heavy") == 2
 
 
 async def test_another_version_of_a_backend_or_policy_is_another_answer(

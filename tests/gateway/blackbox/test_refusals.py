@@ -48,6 +48,22 @@ async def test_metadata_of_an_unknown_tensor_model_is_404(client: Client) -> Non
         assert got.oip_error
 
 
+@pytest.mark.parametrize("version", ["2", "0", "01", "latest", "1%20", "x" * 3000])
+async def test_a_version_that_is_not_there_is_a_404(client: Client, up: SettableUpstream, version: str) -> None:
+    at = f"/v2/models/recommend/versions/{version}"
+    answers = [
+        await client.get(at),
+        await client.get(f"{at}/ready"),
+        await client.send("POST", f"{at}/infer", tensors([1.0])),
+    ]
+    for got in answers:
+        assert got.status == 404
+        assert "version" in got.oip_error
+        assert len(got.oip_error) < 500
+    assert up.total() == 0
+    assert (await client.send("POST", "/v2/models/recommend/versions/1/infer", tensors([1.0]))).status == 200
+
+
 @pytest.mark.parametrize(
     "path",
     ["/", "/v1", "/v1/", "/v1/completions", "/v1/chat/completions/", "/v1/model", "/nothing", "/v3/models"],

@@ -202,3 +202,15 @@ async def test_a_key_expires_while_the_gateway_runs(start: Start, keys_file: Pat
     assert (await gateway.client.chat(HARD, headers=key("brief"))).status == 200
     gateway.clock.advance(700)
     assert (await gateway.client.chat(HARD, headers=key("brief"))).status == 401
+
+
+async def test_metadata_of_a_model_that_the_key_may_not_use_is_not_told(start: Start, tmp_path: Path) -> None:
+    create_key(tmp_path / "keys.yaml", ApiKey(id="chat", sha256=digest("gw-chat"), tenant="t", policies=("support",)))
+    create_key(tmp_path / "keys.yaml", ApiKey(id="both", sha256=digest("gw-both"), tenant="t", policies=("scoring",)))
+    client = (await start()).client
+    for path in ("", "/ready", "/versions/1"):
+        refused = await client.get(f"/v2/models/recommend{path}", key("chat"))
+        unknown = await client.get(f"/v2/models/nobody{path}", key("chat"))
+        assert refused.status == unknown.status == 404
+        assert refused.oip_error == unknown.oip_error.replace("nobody", "recommend")
+        assert (await client.get(f"/v2/models/recommend{path}", key("both"))).status == 200

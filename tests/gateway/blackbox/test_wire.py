@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import suppress
 
 import pytest
 
@@ -90,6 +91,47 @@ async def test_a_head_that_never_ends_is_closed_by_its_time_limit(start: Start) 
     assert all(answer == b"" or answer.split(b" ", 2)[1] in (b"400", b"408") for answer in answers)
     for _, writer in slow:
         writer.close()
+
+
+async def test_a_later_head_that_never_ends_is_closed_by_its_time_limit_too(start: Start) -> None:
+    gateway = await start(limits={"header_time": "200ms"})
+    reader, writer = await _connect(gateway.url)
+    request = b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n"
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    # Longer than the limit on one connection: whole requests, and the line ends that some clients send, may take it.
+    while loop.time() - began < 0.5:
+        writer.write(request + b"\r\n")
+        assert b" 200 " in await reader.readline()
+        await reader.readuntil(b"}")
+        await asyncio.sleep(0.05)
+    cut = asyncio.create_task(reader.read())
+    writer.write(b"GET /livez HTTP/1.1\r\nX-Slow: ")
+    async with asyncio.timeout(3.0):
+        while not cut.done():
+            writer.write(b"x")
+            await asyncio.sleep(0.05)
+    with suppress(ConnectionError):
+        assert await cut == b""
+    writer.close()
+
+
+async def test_a_body_that_comes_too_slowly_is_the_clients_fault(start: Start) -> None:
+    gateway = await start(limits={"body_time": "150ms"})
+    reader, writer = await _connect(gateway.url)
+    writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{")
+    async with asyncio.timeout(2.0):
+        head = (await reader.readuntil(b"\r\n\r\n")).lower()
+        assert b'"body_timeout"' in await reader.readuntil(b"}}")
+    assert b" 408 " in head.split(b"\r\n", 1)[0]
+    assert b"connection: close" in head
+    writer.close()
+    only_cached = await gateway.client.chat(HARD, headers={"Cache-Control": "only-if-cached"})
+    assert only_cached.status == 504
+    client = gateway.client
+    assert (await client.why(only_cached))["outcome"] == "client_error"
+    assert await client.metric("gateway_requests_total", outcome="client_error") == 2
+    assert await client.metric("gateway_requests_total", outcome="failed") == 0
 
 
 async def test_no_more_connections_than_allowed(start: Start) -> None:

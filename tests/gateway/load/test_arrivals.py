@@ -133,7 +133,7 @@ def test_a_bad_trace_is_refused_with_its_line(tmp_path, text, where):
         a.read_trace(write(tmp_path, text))
 
 
-@given(st.lists(st.floats(0, 1000), min_size=2, max_size=50), st.floats(0.5, 500))
+@given(st.lists(st.integers(0, 10**9).map(lambda us: us / 1e6), min_size=2, max_size=50), st.floats(0.5, 500))
 def test_a_replayed_trace_has_the_asked_mean_rate_and_goes_on_for_ever(times, rate):
     trace = [a.Arrival(t) for t in sorted(times)]
     count = len(trace) * 20

@@ -44,6 +44,7 @@ class Outer(Section, frozen=True, kw_only=True):
     place: Path | None = None
     hedge: Later = None
     secret: Annotated[str | None, Meta(extra={"resolved": True})] = None
+    token: Annotated[str, Meta(pattern="^[a-z]+$", extra={"secret": True})] | None = None
 
 
 def walk(text: str) -> tuple[Outer, list[str]]:
@@ -78,7 +79,7 @@ def test_values_arrive_in_their_units():
         ("nam: abc", "f:1:1: unknown key `nam`; did you mean `name`?"),
         (
             "name: abc\nzzz: 1",
-            "f:2:1: unknown key `zzz`; known keys: colour, colours, count, inner, items, limit, mode, place, table",
+            "f:2:1: unknown key `zzz`; known keys: colour, colours, count, inner, items, limit, mode, place, table, token",
         ),
         ("name: abc\nsecret: x", "f:2:1: unknown key `secret`"),
         ("name: abc\nhedge: {after: 1s}", "f:2:1: `hedge` is not available in this version; remove it"),
@@ -120,6 +121,13 @@ def test_one_mistake_one_line(text, line):
     _, lines = walk(text)
     assert len(lines) == 1, lines
     assert line in lines[0]
+
+
+@pytest.mark.parametrize("value", ["HUNTER2", "[HUNTER2]", "{HUNTER2: 1}", "'HUN TER2'", "1234567"])
+def test_what_may_be_a_secret_is_not_shown(value):
+    _, lines = walk(f"name: abc\ntoken: {value}")
+    assert len(lines) == 1 and lines[0].startswith("f:2:8: `token` ")
+    assert "HUN" not in lines[0] and "1234567" not in lines[0]
 
 
 def test_all_mistakes_are_reported_in_the_order_of_the_file():

@@ -28,6 +28,9 @@ KNOWN = Known(
 HEAD = "policy: p\nversion: 1\nmatch: {aliases: [auto]}\n"  # three lines
 SIGNALS = "classify: {signals: {long: {kind: length, tokens: 9}, words: {kind: keywords, any: [x]}}}\n"  # the fourth
 DEFAULT = "routes: [{name: all, to: light}]\n"
+TENSOR = HEAD.replace("[auto]", "[auto], surfaces: [tensor]")
+VECTORS = HEAD.replace("[auto]", "[auto], surfaces: [embeddings]")
+RANKER = "routes: [{name: all, to: ranker}]\n"
 
 
 def problems(text: str, known: Known = KNOWN) -> list[str]:
@@ -120,10 +123,18 @@ def test_a_whole_policy_is_accepted():
         (HEAD + DEFAULT + "ladder: [heavy, lite]\n", "p.yaml:5:17: `lite` is no value of `ladder[1]`; did you mean `light`?"),
         (HEAD + DEFAULT + "ladder: [heavy]\ndefault_answer: {text: x}\n", "p.yaml:6:1: this answer is never used"),
         (HEAD + DEFAULT + "default_answer: {tensors: {a: [1]}}\n", "p.yaml:5:17: this policy is for chat, so its answer needs `text:`"),
-        (HEAD + DEFAULT + "default_answer: {text: x, tensors: {a: [[1, 2], [3]]}}\n", "p.yaml:5:40: the tensor `a` has rows of different lengths"),
-        (HEAD + DEFAULT + "default_answer: {text: x, tensors: {a: [1, x]}}\n", "numbers and text side by side"),
-        (HEAD + DEFAULT + "default_answer: {text: x, tensors: {a: [{}]}}\n", "holds something other than numbers"),
+        (HEAD.replace("[auto]", "[auto], surfaces: [chat, tensor]") + DEFAULT + "default_answer: {text: x, tensors: {a: [[1, 2], [3]]}}\n", "p.yaml:5:40: the tensor `a` has rows of different lengths"),
+        (HEAD.replace("[auto]", "[auto], surfaces: [chat, tensor]") + DEFAULT + "default_answer: {text: x, tensors: {a: [1, x]}}\n", "numbers and text side by side"),
+        (HEAD.replace("[auto]", "[auto], surfaces: [chat, tensor]") + DEFAULT + "default_answer: {text: x, tensors: {a: [{}]}}\n", "holds something other than numbers"),
         (HEAD.replace("[auto]", "[e], surfaces: [embeddings]") + SIGNALS + "routes: [{name: a, when: {signal: long, below: 1}, to: embed}, {name: b, to: embed}]\n", "p.yaml:5:20: embeddings never change model: such a policy has one route"),
+        (HEAD + DEFAULT + "default_answer: {text: x, tensors: {a: [1]}}\n", "p.yaml:5:27: this policy is for chat, where `tensors:` are never sent"),
+        (TENSOR + RANKER + "default_answer: {text: x, tensors: {a: [1]}}\n", "p.yaml:5:18: this policy is for tensors, where `text:` is never sent"),
+        (TENSOR + RANKER + "timeouts: {idle: 3s}\n", "p.yaml:5:1: `timeouts` limits the streams of chat; this policy is for tensor"),
+        (TENSOR + SIGNALS + "routes: [{name: a, when: {signal: long, below: 1}, to: ranker}, {name: b, to: ranker}]\n", "p.yaml:5:20: signals read the text of a chat and say nothing about tensor"),
+        (VECTORS + "routes: [{name: a, to: canned, answer: {text: x}}]\n", "p.yaml:4:24: embeddings come from a model"),
+        (VECTORS + "routes: [{name: a, to: embed}]\ndefault_answer: {text: x}\n", "p.yaml:5:1: embeddings have no default answer"),
+        (VECTORS + "routes: [{name: a, to: embed}]\ntimeouts: {total: 3s}\n", "p.yaml:5:1: `timeouts` limits the streams of chat; this policy is for embeddings"),
+        (HEAD + DEFAULT + "ladder: [heavy]\ncache: {result: {stale: 2h}}\n", "p.yaml:6:18: older answers than ttl + swr are used by the ladder's `stale` rung only"),
         (HEAD + DEFAULT + "cache: {result: {ttl: 2h}}\n", "`stale` must be at least ttl + swr (7260s)"),
         (HEAD + DEFAULT + "cache: {user_tensor: u}\n", "p.yaml:5:9: `user_tensor` is only read with `scope: user`"),
         (HEAD.replace("[auto]", "[auto, auto]") + DEFAULT, "p.yaml:3:25: `auto` stands here twice"),
@@ -138,6 +149,22 @@ def test_one_mistake_is_one_line(text, line):
     found = problems(text)
     assert len(found) == 1, found
     assert line in found[0]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        HEAD + DEFAULT + "ladder: [heavy]\n",  # the default of `stale` was not asked for
+        HEAD + DEFAULT + "ladder: [heavy]\ncache: {result: {ttl: 2h, swr: 0s, stale: 2h}}\n",
+        TENSOR + RANKER + "default_answer: {tensors: {a: [true, false]}}\n",
+        HEAD.replace("[auto]", "[auto], surfaces: [chat, tensor]")
+        + SIGNALS
+        + "timeouts: {idle: 3s}\nroutes: [{name: a, when: {signal: long, below: 1}, to: heavy}, {name: b, to: light}]\n"
+        + "default_answer: {text: x, tensors: {a: [1]}}\n",
+    ],
+)
+def test_what_has_a_meaning_is_accepted(text):
+    assert problems(text) == []
 
 
 def test_every_kind_of_mistake_in_one_go():

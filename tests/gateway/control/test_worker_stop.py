@@ -1,0 +1,64 @@
+"""The end of a worker: whatever cannot be closed, the rest is."""
+
+import dataclasses
+from pathlib import Path
+
+import structlog
+
+from gateway.app import build_worker, builtin_policies
+from gateway.config import load_config
+from gateway.control.hub import WorkerPort
+from gateway.control.policy_store import PolicyStore, keep_folder
+from gateway.control.worker import Worker, WorkerParts
+from gateway.known import known_names
+from policies.core.clock import SystemClock
+from tests.support.gateway import environment, shipped_heads, write_config
+
+
+class _Part:
+    """Something that is closed, and may fail at it."""
+
+    def __init__(self, closed: list[str], name: str, error: Exception | None = None) -> None:
+        self._closed = closed
+        self._name = name
+        self._error = error
+
+    async def aclose(self) -> None:
+        self._closed.append(self._name)
+        if self._error is not None:
+            raise self._error
+
+
+def _parts(tmp_path: Path) -> WorkerParts:
+    config = load_config(write_config(tmp_path, "http://127.0.0.1:9"), environment(tmp_path))
+    clock, heads = SystemClock(), shipped_heads()
+    store = PolicyStore.open(
+        config.policies_dir, known_names(config, heads), clock, builtin_policies(config),
+        keep_folder(config.state_dir, config.policies_dir),
+    )  # fmt: skip
+    return build_worker(config, store.current, heads, clock, WorkerPort("worker-1"))._parts
+
+
+async def test_a_part_that_cannot_be_closed_does_not_keep_the_rest_open(tmp_path: Path) -> None:
+    closed: list[str] = []
+    whole = _parts(tmp_path)
+    broken = dataclasses.replace(
+        whole,
+        port=WorkerPort("worker-2"),
+        backends={
+            "heavy": _Part(closed, "heavy", RuntimeError("stuck")),
+            "light": _Part(closed, "light"),
+        },
+        cache=_Part(closed, "cache", OSError("gone")),
+        closers=(_Part(closed, "store", ValueError("no")), _Part(closed, "embedder")),
+    )
+    worker = Worker(broken)
+    await worker.start()
+    with structlog.testing.capture_logs() as logs:
+        await worker.stop()
+    assert closed == ["heavy", "light", "cache", "store", "embedder"]
+    told = [line["what"] for line in logs if line["event"] == "could_not_be_closed"]
+    assert told == ["backend heavy", "cache", "_Part"]
+    for backend in whole.backends.values():
+        await backend.aclose()
+    await whole.cache.aclose()
