@@ -20,9 +20,10 @@ from rich.console import Console
 
 from backends.onnx.manifest import ModelError
 from gateway.config import load_config
+from gateway.load.bench.classify import classify_goals
 from gateway.load.bench.front import Front, FrontOptions
 from gateway.load.bench.front_report import page
-from gateway.load.bench.goals import goal_line
+from gateway.load.bench.goals import Goal, goal_line
 from gateway.load.bench.models import (
     ModelsOptions,
     ModelsReport,
@@ -35,8 +36,10 @@ from gateway.load.bench.processes import BenchError, Stage
 from gateway.load.bench.targets import start_full_gateway
 from gateway.load.client import check_target
 from gateway.models import model_folder
+from policies import language
 from policies.core.clock import SystemClock
 from policies.core.errors import ConfigError
+from policies.language.loader import load_policy
 
 app = typer.Typer(
     add_completion=False,
@@ -129,7 +132,12 @@ async def _models(stage: Stage, options: ModelsOptions, console: Console) -> Mod
     if not options.target:
         options = dataclasses.replace(options, target=await start_full_gateway(stage))
     report = await measure_gateway(options, clock, console.print)
-    return replace(report, in_process=found, goals=[*report.goals, *light_goals(found, why)])
+    return replace(report, in_process=found, goals=[*report.goals, *light_goals(found, why), *_classify()])
+
+
+def _classify() -> list[Goal]:
+    shipped = Path(language.__file__).parents[1] / "chatbot.yaml"
+    return classify_goals(load_policy(shipped))
 
 
 def _part_line(name: str, part: Part) -> str:
