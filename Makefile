@@ -6,7 +6,7 @@ export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test check format models bench bench-models clean
+.PHONY: help serve test check format models bench bench-models bench-workers clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /  \1\t/' | expand -t 18
@@ -49,6 +49,9 @@ bench: $(VENV)/.test models ## Gateway beside bare servers, one core each (QUICK
 
 bench-models: $(VENV)/.test models ## First tokens, tokens a second, event-loop lag on the real models
 	$(BIN)/gateway bench models
+
+bench-workers: $(VENV)/.test models ## Two workers beside one, hub, restarts under load, model host (QUICK=1 is shorter)
+	$(BIN)/gateway bench workers
 
 clean: ## Remove the virtual environment and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache build dist *.egg-info

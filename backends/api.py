@@ -262,8 +262,8 @@ class Embedder(Protocol):
         """float32 [len(texts), dimensions], rows of length 1. Raises ModelFailed, LimitReached, DeadlineExceeded."""
         ...
 
-    def unknown_share(self, text: str) -> float:
-        """Share of the text's tokens that the vocabulary does not hold (0..1)."""
+    async def unknown_share(self, text: str, deadline: Deadline) -> float:
+        """Share of the text's tokens that the vocabulary does not hold (0..1). Raises as `embed` does."""
         ...
 
 

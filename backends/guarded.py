@@ -17,6 +17,9 @@ What an outcome means
     ClientFault, RequestError, Rejected, cancelled,
       a consumer that stopped reading                   ignored
 A stream is judged at its end.
+
+What the breaker finds out it tells the other workers of the host, under `breaker/<backend>`, and it takes over what theirs
+find out (`policies/rules/breaker_findings.py`). That happens when its state changes, never in the way of a call.
 """
 
 # ruff: noqa: SLF001  a call is the other half of its guard
@@ -27,6 +30,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from enum import Enum
 from typing import cast
+
+import msgspec
 
 from backends.api import Answer, Backend, BackendInfo, ChatRequest, Chunk, ChunkKind, Health, Request
 from policies.core.clock import Clock
@@ -42,9 +47,11 @@ from policies.core.errors import (
     UpstreamMisconfigured,
     UpstreamStatus,
 )
-from policies.core.events import Attempted, BreakerChanged, Observer
+from policies.core.events import Attempted, BreakerChanged, FactRefused, Observer
+from policies.core.shared_state import Alone, Fact, SharedState
 from policies.language.schema import Duration, Section
 from policies.rules.breaker import BreakerOptions, BreakerPermit, BreakerState, CircuitBreaker
+from policies.rules.breaker_findings import Finding
 from policies.rules.limit import ConcurrencyLimiter, FixedLimit, LimitOptions, LimitPermit
 
 #: A client may ask for an answer within 1 ms; that the backend has none by then says nothing about the backend. A
@@ -63,6 +70,10 @@ class GuardOptions(Section, frozen=True, kw_only=True):
     #: Rest after a 429 without Retry-After, and the longest that a Retry-After is believed.
     throttled_hold_s: Duration = 1.0
     throttled_hold_max_s: Duration = 300.0
+
+    @property
+    def longest_hold_s(self) -> float:
+        return max(self.misconfigured_hold_s, self.throttled_hold_s, self.throttled_hold_max_s)
 
 
 class Verdict(Enum):
@@ -98,19 +109,34 @@ def verdict(error: BaseException) -> Verdict:
 class Guarded:
     """A backend behind its limiter and its breaker. `random` gives 0..1 for the jitter of open times."""
 
-    __slots__ = ("_backend", "_clock", "_observer", "_options", "_usual_s", "breaker", "limiter")
+    __slots__ = ("_backend", "_clock", "_observer", "_options", "_shared", "_usual_s", "breaker", "limiter")
 
     def __init__(
-        self, backend: Backend, options: GuardOptions, *, clock: Clock, observer: Observer, random: Callable[[], float]
+        self,
+        backend: Backend,
+        options: GuardOptions,
+        *,
+        clock: Clock,
+        observer: Observer,
+        random: Callable[[], float],
+        shared: SharedState = Alone(),  # noqa: B008  it has no state
     ) -> None:
         self._backend = backend
         self._options = options
         self._clock = clock
         self._observer = observer
         self.limiter = ConcurrencyLimiter(FixedLimit(options.limit))
-        self.breaker = CircuitBreaker(options.breaker, random, self._breaker_changed)
         #: Moving mean of the seconds to a whole answer, and to a stream's first content.
         self._usual_s = [0.0, 0.0]
+        self._shared = shared
+        self.breaker = CircuitBreaker(
+            options.breaker,
+            random,
+            self._breaker_changed,
+            on_finding=self._tell,
+            hold_max_s=options.longest_hold_s,
+        )
+        shared.listen(self._fact_key, self._heard)
 
     @property
     def info(self) -> BackendInfo:
@@ -158,6 +184,23 @@ class Guarded:
 
     async def aclose(self) -> None:
         await self._backend.aclose()
+
+    @property
+    def _fact_key(self) -> str:
+        return f"breaker/{self.info.name}"
+
+    def _tell(self, finding: Finding) -> None:
+        self._shared.tell(self._fact_key, msgspec.to_builtins(finding))
+
+    def _heard(self, teller: str, fact: Fact | None) -> None:
+        if fact is None:
+            return  # what a worker that is gone found out stays true until its time is over
+        try:
+            finding = msgspec.convert(fact, Finding)
+        except msgspec.ValidationError as error:
+            self._observer.on_event(FactRefused(key=self._fact_key, teller=teller, reason=str(error)))
+            return
+        self.breaker.hear(teller, finding, self._clock.now())
 
     def _breaker_changed(self, before: BreakerState, after: BreakerState, reason: str) -> None:
         self._observer.on_event(

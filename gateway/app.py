@@ -9,28 +9,40 @@ from dataclasses import dataclass
 from typing import Any
 
 import xxhash
+from msgspec.structs import replace
 
 from backends.api import Backend, BackendInfo, Surface
 from backends.guarded import Guarded, GuardOptions
 from backends.http_transport import HttpOptions
 from backends.oip_http import OipBackend
 from backends.openai_http import OpenAIBackend
-from backends.slot import Slot
+from backends.link.client import ModelLink
+from backends.slot import ModelPlace, Slot
 from cache.redis import RedisOptions, RedisStore
 from cache.result import ResultCache
 from cache.single_flight import Flights
 from chaos.injector import Injector
 from gateway.config import is_loopback
 from gateway.config_sections import BackendSettings, Config
+from gateway.control.crew import Crew
+from gateway.control.facts import HubSharedState
 from gateway.control.hub import WorkerPort
+from gateway.control.in_process import InProcessCrew
+from gateway.control.key_store import KeyStore
+from gateway.control.policy_store import PolicyStore, keep_folder
+from gateway.control.process_crew import ProcessCrew
+from gateway.control.start import Start
+from gateway.control.supervisor import Supervisor, SupervisorParts
 from gateway.control.worker import Worker, WorkerParts
+from gateway.control.worker_actions import WorkerActions
 from gateway.degrade import Walker
 from gateway.dispatch import Dispatcher
 from gateway.edge.http_server import EdgeLimits, HttpEdge
 from gateway.edge.identity import Identities
 from gateway.edge.listener import Listener
+from gateway.known import known_names
 from gateway.latency import FirstOutputs
-from gateway.models import MODEL_KINDS, ModelSlots
+from gateway.models import MODEL_KINDS, LinkedModels, ModelSlots
 from gateway.observe.batch import BatchedObserver
 from gateway.observe.logs import LogObserver
 from gateway.observe.metric_store import Family, Metrics, Sample, stats_families
@@ -41,8 +53,10 @@ from gateway.plan import Compilers, PlanBook
 from gateway.readiness import Readiness
 from gateway.refresh import Refresher
 from gateway.secret import Secret, kept_secret
+from gateway.shared_embedder import EmbedderPlace
 from policies.core.clock import Clock
 from policies.core.events import Observer, Observers
+from policies.core.shared_state import SharedState
 from policies.language.builtin import embeddings_policy
 from policies.language.policy_set import PolicySet
 from policies.language.schema import Policy
@@ -56,8 +70,8 @@ class Built:
     """The backends of one process."""
 
     backends: dict[str, Backend]
-    slots: tuple[Slot, ...]
-    models: ModelSlots
+    places: tuple[ModelPlace, ...]
+    embedder: EmbedderPlace | None
     remotes: dict[str, OpenAIBackend]
 
     def families(self) -> list[Family]:
@@ -81,24 +95,27 @@ def builtin_policies(config: Config) -> tuple[Policy, ...]:
     return (embeddings_policy(embedders[0], [*EMBEDDING_ALIASES, *([model] if model else [])]),)
 
 
-def build_backends(config: Config, clock: Clock, observer: Observer) -> Built:
+def build_backends(config: Config, around: Surroundings, observer: Observer, shared: SharedState) -> Built:
     """Every configured backend, guarded: limiter -> breaker -> chaos -> transport."""
-    models = ModelSlots(config, clock, observer)
+    clock = around.clock
+    models = ModelSlots(config, clock, observer) if around.link is None else LinkedModels(config, around.link, observer)
     backends: dict[str, Backend] = {}
-    slots: list[Slot] = []
+    places: list[ModelPlace] = []
     remotes: dict[str, OpenAIBackend] = {}
     for name, spec in config.backends.items():
         inner: Backend
         if spec.kind in MODEL_KINDS:
-            inner = slot = models.slot(name, spec)
-            slots.append(slot)
+            inner = place = models.place(name, spec)
+            places.append(place)
         else:
             inner = _remote(name, spec, clock)
             if isinstance(inner, OpenAIBackend):
                 remotes[name] = inner
         options = GuardOptions(breaker=spec.breaker, limit=spec.limiter)
-        backends[name] = Guarded(Injector(inner), options, clock=clock, observer=observer, random=random.random)
-    return Built(backends, tuple(slots), models, remotes)
+        backends[name] = Guarded(
+            Injector(inner), options, clock=clock, observer=observer, random=random.random, shared=shared
+        )
+    return Built(backends, tuple(places), models.embedder, remotes)
 
 
 def _remote(name: str, spec: BackendSettings, clock: Clock) -> Backend:
@@ -125,17 +142,28 @@ def _remote(name: str, spec: BackendSettings, clock: Clock) -> Backend:
     return OipBackend(info, options, clock) if spec.kind == "oip" else OpenAIBackend(info, options, clock)
 
 
-def build_worker(config: Config, policies: PolicySet, heads: Heads, clock: Clock, port: WorkerPort) -> Worker:
-    """One worker's object graph. Raises ConfigError for keys that cannot be used."""
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """Where a worker lives. `link`: the way to the model host; None = models run in this process."""
+
+    clock: Clock
+    port: WorkerPort
+    link: ModelLink | None = None
+
+
+def build_worker(start: Start, heads: Heads, around: Surroundings) -> Worker:
+    """One worker's object graph."""
+    config, clock, standing = start.config, around.clock, start.standing
     metrics, recent, first_outputs = Metrics(), RecentRequests(), FirstOutputs(clock)
     observer = BatchedObserver(Observers([MetricsObserver(metrics), LogObserver(clock), recent, first_outputs]))
-    built = build_backends(config, clock, observer)
+    built = build_backends(config, around, observer, HubSharedState(around.port, start.facts))
     loopback = is_loopback(config.listen.host)
-    secret = config.cache.secret or kept_secret(config.state_dir / "cache.secret")
+    secret = config.cache.secret
+    assert secret is not None, "the supervisor fills in what the file leaves out"
     compilers = Compilers(
         backends=built.backends,
         heads=heads,
-        embedder=built.models.embedder,
+        embedder=built.embedder,
         secret=secret.reveal().encode(),
         observer=observer,
         expose="all" if loopback else "basic",
@@ -146,43 +174,68 @@ def build_worker(config: Config, policies: PolicySet, heads: Heads, clock: Clock
     dispatcher = Dispatcher(cache, flights, clock)
     refresher = Refresher(dispatcher, clock)
     walker = Walker(dispatcher, cache, first_outputs, clock, observer)
-    identities = Identities.load(config.keys_file, clock, anonymous=config.listen.anonymous_loopback)
+    identities = Identities(clock, anonymous=config.listen.anonymous_loopback)
+    identities.take(standing.keys.data, standing.keys.problem)
+    builtin = builtin_policies(config)
     pipeline = Pipeline(
-        Book(PlanBook(policies, compilers), identities),
+        Book(standing.generation, PlanBook(PolicySet(standing.policies, builtin), compilers), identities),
         Stages(cache, walker, refresher, observer, clock),
         loopback,
     )
-    for slot in built.slots:
+    for place in built.places:
         # From here on the cache knows which fingerprints are current, and counts what is not.
-        slot.on_filled = lambda fingerprint: cache.model_switched(None, fingerprint)
+        place.on_filled = cache.model_switched
     readiness = _readiness(config, built, store)
+    readiness.policy_notices = list(standing.notices)
     readiness.note(lambda: "keys.yaml is not in force: see the log and the admin API" if identities.problem else None)
     limits = edge_limits(config)
     edge = HttpEdge(pipeline, readiness, clock, limits, compilers.expose)
     metrics.source(_cache_families(cache, flights, store))
     metrics.source(built.families)
-    closers: list[Any] = [item for item in (built.models.embedder, store) if item is not None]
-    return Worker(
-        WorkerParts(
-            config=config,
-            clock=clock,
-            port=port,
-            pipeline=pipeline,
-            listener=Listener(edge, limits),
-            readiness=readiness,
-            compilers=compilers,
-            builtin=builtin_policies(config),
-            slots=built.slots,
-            backends=built.backends,
-            cache=cache,
-            flights=flights,
-            refresher=refresher,
-            recent=recent,
-            events=observer,
-            metrics=metrics,
-            closers=tuple(closers),
-        )
+    closers: list[Any] = [item for item in (built.embedder, store) if item is not None]
+    parts = WorkerParts(
+        config=config,
+        clock=clock,
+        port=around.port,
+        pipeline=pipeline,
+        listener=Listener(edge, limits),
+        readiness=readiness,
+        compilers=compilers,
+        builtin=builtin,
+        places=built.places,
+        backends=built.backends,
+        cache=cache,
+        flights=flights,
+        refresher=refresher,
+        recent=recent,
+        events=observer,
+        metrics=metrics,
+        closers=tuple(closers),
     )
+    WorkerActions(parts)
+    return Worker(parts)
+
+
+def build_supervisor(config: Config, clock: Clock, reread: Callable[[], Config] | None = None) -> Supervisor:
+    """The whole gateway. `reread` gives the configuration as it is at a rolling restart [the same]. Raises ConfigError."""
+    heads = Heads.shipped()
+
+    def open_policies(config: Config) -> PolicyStore:
+        keep = keep_folder(config.state_dir, config.policies_dir)
+        known = known_names(config, heads)
+        return PolicyStore.open(config.policies_dir, known, clock, builtin_policies(config), keep)
+
+    policies, keys = open_policies(config), KeyStore.open(config.keys_file)
+    if config.cache.secret is None:
+        cache = replace(config.cache, secret=kept_secret(config.state_dir / "cache.secret"))
+        config = replace(config, cache=cache)
+    crew: Crew
+    if config.workers == 1:
+        crew = InProcessCrew(config, lambda start, port: build_worker(start, heads, Surroundings(clock, port)), clock)
+    else:
+        crew = ProcessCrew(config, clock, random.random)
+    parts = SupervisorParts(config, policies, keys, reread or (lambda: config), open_policies)
+    return Supervisor(parts, crew, clock)
 
 
 def edge_limits(config: Config) -> EdgeLimits:
@@ -212,10 +265,10 @@ def _redis(config: Config, clock: Clock, secret: Secret) -> RedisStore | None:
 
 def _readiness(config: Config, built: Built, store: RedisStore | None) -> Readiness:
     readiness = Readiness()
-    for slot in built.slots:
-        spec = config.backends[slot.info.name]
-        model = config.models.get(spec.model or slot.info.name)
-        readiness.watch(slot, required=spec.required or (model is not None and model.required))
+    for place in built.places:
+        spec = config.backends[place.info.name]
+        model = config.models.get(spec.model or place.info.name)
+        readiness.watch(place, required=spec.required or (model is not None and model.required))
     if store is not None:
         readiness.note(lambda: None if store.available else "Redis is not reachable: answering without L2")
     return readiness

@@ -30,8 +30,6 @@ class _Sense:
 
     def check(self) -> None:
         config = self.config
-        if config.workers > 1:
-            self._say(("workers",), "more than 1 worker is not available in this version; write `workers: 1`")
         same = config.listen.port == config.admin.port != 0
         if same and not self.problems.touches(("listen",)) and not self.problems.touches(("admin",)):
             self._say(("admin", "port"), "the data and the admin listener need different ports")

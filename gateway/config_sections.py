@@ -31,6 +31,9 @@ Source = Annotated[str, Meta(min_length=1, pattern=r"^(pypi|hf|file|model):.+$")
 ResolvedSecret = Annotated[Secret | None, Meta(extra={"resolved": True})]
 ResolvedPath = Annotated[Path, Meta(extra={"resolved": True})]
 
+#: More would be a mistake: they share one machine's cores.
+MOST_WORKERS = 256
+
 #: A path that the file does not give.
 UNSET = Path("?")
 
@@ -97,7 +100,7 @@ class Redis(Section, frozen=True, kw_only=True):
 
 
 class CacheSettings(Section, frozen=True, kw_only=True):
-    """Sizes of the caches in this process."""
+    """Sizes of the caches in one worker."""
 
     l1_bytes: Size = 64 << 20
     #: Environment variable with the secret that keys the check digests; gateways that share Redis must share it.
@@ -196,7 +199,8 @@ class Config(Section, frozen=True, kw_only=True):
     listen: Listen = Listen()
     admin: Admin = Admin()
     limits: Limits = Limits()
-    workers: Positive = 1
+    #: Processes that answer requests. With more than one, the models run in a process of their own, once for all of them.
+    workers: Annotated[int, Meta(ge=1, le=MOST_WORKERS)] = 1
     redis: Redis | None = None
     cache: CacheSettings = CacheSettings()
     #: Relative paths count from the configuration file's folder.

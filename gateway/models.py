@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from numpy import float32
-from numpy.typing import NDArray
 
 from backends.api import Backend, BackendInfo, Capabilities
+from backends.link.client import ModelLink
+from backends.link.linked import LinkedEmbedder, LinkedModel
 from backends.slot import Slot
 from gateway.config_sections import BackendSettings, Config, ModelSettings
+from gateway.shared_embedder import SharedEmbedder
 from policies.core.clock import Clock
-from policies.core.deadline import Deadline
-from policies.core.errors import ModelNotReady
 from policies.core.events import Observer
 
 if TYPE_CHECKING:
-    from backends.onnx.embedder import MiniLmEmbedder
     from backends.onnx.session import SessionSettings
 
 MODEL_KINDS = ("onnx_chat", "onnx_two_tower", "onnx_embedder")
@@ -81,60 +77,26 @@ def embedder_name(config: Config) -> str | None:
     return None
 
 
-class SharedEmbedder:
-    """The one MiniLM of this process: classification, the embeddings surface and the recommender use the same session.
-
-    Implements `backends.api.Embedder`; before it is loaded, calls raise ModelNotReady.
-    """
-
-    def __init__(self, folder: Callable[[], Path], settings: ModelSettings | None) -> None:
-        #: Called for each try to load. Raises ModelError.
-        self._folder = folder
-        self._settings = settings
-        self._lock = asyncio.Lock()
-        self._loaded: MiniLmEmbedder | None = None
-
-    async def load(self) -> MiniLmEmbedder:
-        """Load once, however many ask. Raises ModelError."""
-        from backends.onnx.embedder import MiniLmEmbedder
-
-        async with self._lock:
-            if self._loaded is None:
-                self._loaded = await MiniLmEmbedder.load(self._folder(), settings=session_settings(self._settings))
-        return self._loaded
-
-    def _ready(self) -> MiniLmEmbedder:
-        if self._loaded is None:
-            raise ModelNotReady("the embedder is not ready")
-        return self._loaded
-
-    @property
-    def ready(self) -> bool:
-        return self._loaded is not None
-
-    @property
-    def fingerprint(self) -> str:
-        return self._ready().fingerprint
-
-    @property
-    def dimensions(self) -> int:
-        return self._ready().dimensions
-
-    async def embed(self, texts: Sequence[str], deadline: Deadline) -> NDArray[float32]:
-        return await self._ready().embed(texts, deadline)
-
-    def unknown_share(self, text: str) -> float:
-        return self._ready().unknown_share(text)
-
-    async def aclose(self) -> None:
-        if self._loaded is not None:
-            await self._loaded.aclose()
-
-
 def session_settings(spec: ModelSettings | None) -> SessionSettings:
     from backends.onnx.session import SessionSettings
 
     return SessionSettings(provider=spec.provider if spec is not None else "cpu")
+
+
+def in_process_models(config: Config) -> list[str]:
+    """The backends whose models run inside the gateway."""
+    return [name for name, spec in config.backends.items() if spec.kind in MODEL_KINDS]
+
+
+def placeholder_info(name: str, spec: BackendSettings) -> BackendInfo:
+    """What is known of a backend before its model is loaded."""
+    return BackendInfo(
+        name=name,
+        role=spec.effective_role(),
+        model=spec.model or name,
+        fingerprint=f"not-loaded:{name}",
+        capabilities=Capabilities(surfaces=spec.effective_surfaces()),
+    )
 
 
 class ModelSlots:
@@ -147,17 +109,12 @@ class ModelSlots:
         self.embedder: SharedEmbedder | None = None
         name = embedder_name(config)
         if name is not None:
-            self.embedder = SharedEmbedder(partial(checked_folder, config, name), config.models.get(name))
+            settings = partial(session_settings, config.models.get(name))
+            self.embedder = SharedEmbedder(partial(checked_folder, config, name), settings)
 
-    def slot(self, name: str, spec: BackendSettings) -> Slot:
+    def place(self, name: str, spec: BackendSettings) -> Slot:
         """An empty slot; `fill` loads it."""
-        placeholder = BackendInfo(
-            name=name,
-            role=spec.effective_role(),
-            model=spec.model or name,
-            fingerprint=f"not-loaded:{name}",
-            capabilities=Capabilities(surfaces=spec.effective_surfaces()),
-        )
+        placeholder = placeholder_info(name, spec)
         adjust = partial(_as_configured, spec=spec, model=self._config.models.get(spec.model or name))
         return Slot(placeholder, lambda: self._load(name, spec), self._clock, self._observer, adjust)
 
@@ -172,14 +129,36 @@ class ModelSlots:
             chat = ChatSettings(session=settings)
             return await load_chat(checked_folder(self._config, model), clock=self._clock, settings=chat, **arguments)
         assert self.embedder is not None
-        embedder = await self.embedder.load()
-        if spec.kind == "onnx_embedder":
-            from backends.onnx.embedder import EmbeddingsBackend
+        lease = await self.embedder.take()
+        arguments["release"] = lease.release
+        try:
+            if spec.kind == "onnx_embedder":
+                from backends.onnx.embedder import EmbeddingsBackend
 
-            return EmbeddingsBackend(embedder, **arguments)
-        from backends.onnx.two_tower import TwoTowerBackend
+                backend: Backend = EmbeddingsBackend(lease.embedder, **arguments)
+            else:
+                from backends.onnx.two_tower import TwoTowerBackend
 
-        return await TwoTowerBackend.load(checked_folder(self._config, model), embedder, settings=settings, **arguments)
+                folder = checked_folder(self._config, model)
+                backend = await TwoTowerBackend.load(folder, lease.embedder, settings=settings, **arguments)
+        except BaseException:
+            await lease.release()
+            raise
+        await lease.put_in_force()
+        return backend
+
+
+class LinkedModels:
+    """Makes a place for each backend whose model runs in the model host."""
+
+    def __init__(self, config: Config, link: ModelLink, observer: Observer) -> None:
+        self._link = link
+        self._observer = observer
+        self.embedder: LinkedEmbedder | None = link.embedder if embedder_name(config) is not None else None
+
+    def place(self, name: str, spec: BackendSettings) -> LinkedModel:
+        """The host's model; `not ready` until the host says so."""
+        return self._link.model(placeholder_info(name, spec), self._observer)
 
 
 def _as_configured(info: BackendInfo, spec: BackendSettings, model: ModelSettings | None) -> BackendInfo:

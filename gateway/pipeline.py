@@ -38,8 +38,9 @@ _CLASSIFY_SHARE = 0.1
 
 @dataclass(slots=True)
 class Book:
-    """The current plans and keys: what a reload swaps."""
+    """The current plans and keys: what a reload swaps. `generation`: the number of the change that brought the plans."""
 
+    generation: int
     plans: PlanBook
     identities: Identities
 

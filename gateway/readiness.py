@@ -9,21 +9,21 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
-from backends.slot import Slot
+from backends.slot import ModelPlace
 
 
 class Readiness:
     """State behind `/readyz`. Redis and remote backends never affect readiness; they are only named as degraded."""
 
     def __init__(self) -> None:
-        self._slots: list[tuple[Slot, bool]] = []
+        self._slots: list[tuple[ModelPlace, bool]] = []
         self._notes: list[Callable[[], str | None]] = []
         #: What is not as the policy files say, one line each; told by the supervisor, shown on the admin listener.
         self.policy_notices: list[str] = []
         self.warming = True
         self.draining = False
 
-    def watch(self, slot: Slot, required: bool) -> None:
+    def watch(self, slot: ModelPlace, required: bool) -> None:
         self._slots.append((slot, required))
 
     def note(self, note: Callable[[], str | None]) -> None:
@@ -32,18 +32,18 @@ class Readiness:
 
     def models_ready(self) -> bool:
         """Are all required models in place?"""
-        return all(slot.model is not None for slot, required in self._slots if required)
+        return all(slot.ready for slot, required in self._slots if required)
 
     def model_ready(self, name: str) -> bool | None:
         """None when no in-process model has this name."""
         for slot, _ in self._slots:
             if slot.info.name == name:
-                return slot.model is not None
+                return slot.ready
         return None
 
     def report(self) -> tuple[bool, bytes]:
         """(ready, JSON body). No upstream is called."""
-        missing = [(slot, required) for slot, required in self._slots if slot.model is None]
+        missing = [(slot, required) for slot, required in self._slots if not slot.ready]
         reasons = [_missing(slot) for slot, required in missing if required]
         degraded = [_missing(slot) for slot, required in missing if not required]
         degraded += [text for note in self._notes if (text := note()) is not None]
@@ -61,5 +61,5 @@ class Readiness:
         return not reasons, json.dumps(body).encode()
 
 
-def _missing(slot: Slot) -> str:
+def _missing(slot: ModelPlace) -> str:
     return f"the model {slot.info.name} is not there: {slot.state}"

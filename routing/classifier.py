@@ -33,7 +33,17 @@ class Classifier:
     No method raises for anything a request holds: a signal that fails is neutral and says why.
     """
 
-    __slots__ = ("_cheap", "_embedder", "_embedding", "_fits", "_needs_embedding", "_neutral", "_observer", "_policy")
+    __slots__ = (
+        "_cheap",
+        "_embedder",
+        "_embedding",
+        "_fits",
+        "_fitted",
+        "_needs_embedding",
+        "_neutral",
+        "_observer",
+        "_policy",
+    )
 
     def __init__(
         self, policy: Policy, heads: Heads, embedder: Embedder | None = None, observer: Observer | None = None
@@ -69,6 +79,8 @@ class Classifier:
         self._embedder = embedder
         #: By signal: does the embedder's space fit the head? Found out with the first embedding.
         self._fits: dict[str, bool] = {}
+        #: Fingerprint of the embedder that they were found out for: it may be loaded anew.
+        self._fitted = ""
         self._needs_embedding = any(name in used for name, _ in embedding)
         self._neutral = dict.fromkeys(policy.classify.signals, NOT_CHAT)
 
@@ -124,11 +136,11 @@ class Classifier:
         if not text:
             return None, ""
         try:
-            if embedder.unknown_share(text) > MAX_UNKNOWN_SHARE:
-                return None, "embedder_vocabulary"
             limit = deadline.within(EMBED_LIMIT_S)
             async with limit.timeout():
-                if len(self._fits) < len(self._embedding):
+                if await embedder.unknown_share(text, limit) > MAX_UNKNOWN_SHARE:
+                    return None, "embedder_vocabulary"
+                if embedder.fingerprint != self._fitted or len(self._fits) < len(self._embedding):
                     await self._check_fit(embedder, limit)
                 return (await embedder.embed([text], limit))[0], ""
         except DeadlineExceeded:
@@ -141,9 +153,12 @@ class Classifier:
 
     async def _check_fit(self, embedder: Embedder, limit: Deadline) -> None:
         """Does each head belong to this embedder? Compare the vector of the head's probe sentence."""
+        if embedder.fingerprint != self._fitted:
+            self._fits, self._fitted = {}, embedder.fingerprint
+        fits = self._fits
         for name, signal in self._embedding:
-            if name not in self._fits:
-                self._fits[name] = signal.probe is None or await _fits(embedder, signal.probe, limit)
+            if name not in fits:
+                fits[name] = signal.probe is None or await _fits(embedder, signal.probe, limit)
 
 
 async def _fits(embedder: Embedder, probe: tuple[str, NDArray[np.float32]], limit: Deadline) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -97,9 +97,15 @@ class MiniLmEmbedder:
         ids: list[int] = self._tokenizer.encode(text).ids
         return ids
 
-    def unknown_share(self, text: str) -> float:
+    async def unknown_share(self, text: str, deadline: Deadline) -> float:
         """Share (0..1) of the text's own tokens that are [UNK]; 0 for a text without any. Reads the ends of a long text."""
-        ids = self._tokenizer.encode(_ends(text), add_special_tokens=False).ids
+        text = _ends(text)
+        if len(text) <= _INLINE_CHARACTERS:
+            return self._unknown_in(text)
+        return await self._thread.run(lambda _options: self._unknown_in(text), deadline)
+
+    def _unknown_in(self, text: str) -> float:
+        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids.count(self._unknown) / len(ids) if ids else 0.0
 
     async def embed(self, texts: Sequence[str], deadline: Deadline) -> FloatArray:
@@ -168,8 +174,17 @@ def _ends(text: str) -> str:
 class EmbeddingsBackend:
     """`backends.api.Backend` for the embeddings surface, over an embedder that may be shared with the classifier."""
 
-    def __init__(self, embedder: MiniLmEmbedder, *, name: str, role: Role) -> None:
+    def __init__(
+        self,
+        embedder: MiniLmEmbedder,
+        *,
+        name: str,
+        role: Role,
+        release: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        """`release`: what closing does with an embedder that is not its own; without it the embedder is closed."""
         self._embedder = embedder
+        self._release = release or embedder.aclose
         self._info = backend_info(embedder.manifest, name=name, role=role, provider=embedder.provider)
 
     @classmethod
@@ -233,4 +248,4 @@ class EmbeddingsBackend:
         return Health(ready=False, reason="the model is unloaded") if self._embedder.closed else Health(ready=True)
 
     async def aclose(self) -> None:
-        await self._embedder.aclose()
+        await self._release()

@@ -6,7 +6,7 @@ The towers go through a `backends.api.Embedder`: the plain one, or one that keep
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import msgspec
@@ -54,13 +54,23 @@ class TwoTowerBackend:
         self._max_history: int = manifest.architecture["max_history"]
         self._thread = OneThread(info.name)
         self._closed = False
+        #: What is to be done with the embedder at the end.
+        self._release: Callable[[], Awaitable[None]] | None = None
 
     @classmethod
     async def load(
-        cls, folder: Path, embedder: Embedder, *, name: str, role: Role, settings: SessionSettings | None = None
+        cls,
+        folder: Path,
+        embedder: Embedder,
+        *,
+        name: str,
+        role: Role,
+        settings: SessionSettings | None = None,
+        release: Callable[[], Awaitable[None]] | None = None,
     ) -> TwoTowerBackend:
         """Load the head in a thread. Raises ModelError, also when `embedder` is not the model it was built for.
 
+        `release` is called when the backend is closed: it needs the embedder no longer.
         The encoder may run on another execution provider than the head, so its loaded fingerprint is part of ours.
         """
         manifest, head = await asyncio.to_thread(_load_head, folder, settings)
@@ -68,7 +78,9 @@ class TwoTowerBackend:
             raise ModelError(
                 f"{folder} was built for another encoder than {manifest.requires} as loaded; run `gateway models build {manifest.reference}`"
             )
-        return cls(manifest, head, embedder, _info(manifest, head, embedder, name, role))
+        backend = cls(manifest, head, embedder, _info(manifest, head, embedder, name, role))
+        backend._release = release
+        return backend
 
     @property
     def info(self) -> BackendInfo:
@@ -120,6 +132,8 @@ class TwoTowerBackend:
     async def aclose(self) -> None:
         self._closed = True
         await self._thread.aclose()
+        if self._release is not None:
+            await self._release()
 
 
 def _load_head(folder: Path, settings: SessionSettings | None) -> tuple[Manifest, ort.InferenceSession]:

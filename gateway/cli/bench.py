@@ -34,6 +34,8 @@ from gateway.load.bench.models import (
 )
 from gateway.load.bench.processes import BenchError, Stage
 from gateway.load.bench.targets import start_full_gateway
+from gateway.load.bench.workers import Workers, WorkersOptions, quicker
+from gateway.load.bench.workers_report import page as workers_page
 from gateway.load.client import check_target
 from gateway.models import model_folder
 from policies import language
@@ -121,6 +123,34 @@ def models(
     raise typer.Exit(report.exit_code)
 
 
+@app.command()
+def workers(
+    *,
+    quick: Quick = False,
+    as_json: Json = False,
+    rounds: Annotated[int, typer.Option(min=1, max=50, help="Pairs of runs for each ratio.")] = 5,
+    seconds: Annotated[float, typer.Option(min=1, max=600, help="Length of one run.")] = 4.0,
+    restarts: Annotated[int, typer.Option(min=1, max=50, help="Rolling restarts, and as many graceful ends.")] = 3,
+) -> None:
+    """Two workers beside one: speed, the hub's cost, requests lost by restarts and ends, and what the model host adds.
+
+    Exit codes: 0 targets met, 1 one was missed, 2 something is missing, 4 a figure cannot be judged.
+    """
+    console = Console(stderr=as_json)
+    with _stage() as stage:
+        try:
+            built = load_config(None, os.environ).models_dir
+            options = WorkersOptions(built, rounds, seconds, restarts=restarts)
+            report = uvloop.run(Workers(stage, quicker(options) if quick else options, console.print).run())
+        except (BenchError, ConfigError) as error:
+            typer.echo(f"error: {error}", err=True)
+            raise typer.Exit(2) from None
+    console.print(workers_page(report))
+    if as_json:
+        sys.stdout.buffer.write(msgspec.json.encode(report) + b"\n")
+    raise typer.Exit(report.exit_code)
+
+
 async def _models(stage: Stage, options: ModelsOptions, console: Console) -> ModelsReport:
     """The light model first, while nothing else runs; then the gateway, started here when none was named."""
     clock, why, found = SystemClock(), "", {}
@@ -152,13 +182,14 @@ def _part_line(name: str, part: Part) -> str:
 @contextlib.contextmanager
 def _stage() -> Iterator[Stage]:
     """A folder and the processes started in it; both are gone afterwards, also when ended from outside."""
-    signal.signal(signal.SIGTERM, _stop)
+    before = signal.signal(signal.SIGTERM, _stop)
     with tempfile.TemporaryDirectory(prefix="gateway-bench-") as folder:
         stage = Stage(Path(folder), SystemClock())
         try:
             yield stage
         finally:
             stage.end_all()
+            signal.signal(signal.SIGTERM, before)
 
 
 def _stop(_number: int, _frame: object) -> NoReturn:

@@ -22,6 +22,12 @@ GROUPS = {
     "route": "gateway.cli.route:app",
     "serve": "gateway.cli.serve:app",
     "why": "gateway.cli.operate:why_app",
+    "workers": "gateway.cli.operate:workers_app",
+}
+#: What `gateway serve` starts; nobody calls these by hand.
+PROCESSES = {
+    "worker": "gateway.cli.process:worker_app",
+    "model-host": "gateway.cli.process:model_host_app",
 }
 HELP = {
     "backends": "See the backends and their breakers.",
@@ -35,6 +41,7 @@ HELP = {
     "route": "Train and evaluate routing heads.",
     "serve": "Run the gateway.",
     "why": "Explain one recent request.",
+    "workers": "See and restart the gateway's processes.",
 }
 
 
@@ -45,12 +52,12 @@ def main() -> None:
         _overview()
         return
     if arguments[0] in ("-V", "--version"):
-        from importlib.metadata import version
+        from gateway.version import version
 
-        print(f"gateway {version('hybrid-routing-gateway')}")
+        print(f"gateway {version()}")
         return
     verb = arguments[0]
-    target = GROUPS.get(verb)
+    target = GROUPS.get(verb) or PROCESSES.get(verb)
     if target is None:
         import difflib
 

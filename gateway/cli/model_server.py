@@ -98,33 +98,42 @@ def _config(variant: str) -> Config:
 
 
 async def _serve_models(host: str, port: int, variant: str) -> None:
-    from gateway.app import build_backends
+    from gateway.app import Surroundings, build_backends
+    from gateway.control.hub import WorkerPort
+    from gateway.control.sockets import bind_sockets, close_groups
     from gateway.direct import DirectHandler
     from gateway.edge.http_server import EdgeLimits, HttpEdge
     from gateway.edge.listener import Listener
     from gateway.observe.logs import LogObserver
     from gateway.readiness import Readiness
     from policies.core.events import Observers
+    from policies.core.shared_state import Alone
 
     clock = SystemClock()
-    built = build_backends(_config(variant), clock, Observers([LogObserver(clock)]))
+    around = Surroundings(clock, WorkerPort("model-server"))
+    built = build_backends(_config(variant), around, Observers([LogObserver(clock)]), Alone())
     readiness = Readiness()
-    for slot in built.slots:
-        readiness.watch(slot, required=slot.info.name == CHAT_NAME)
+    for place in built.places:
+        readiness.watch(place, required=place.info.name == CHAT_NAME)
     limits = EdgeLimits()
     edge = HttpEdge(DirectHandler(built.backends, CHAT_NAME, clock), readiness, clock, limits, "basic")
     listener = Listener(edge, limits)
-    with listening_on(host, port):
-        bound = await listener.start(host, port)
-    tries = [asyncio.ensure_future(slot.fill()) for slot in built.slots]
-    await asyncio.gather(*tries)
+    groups = bind_sockets(host, port, 1)
+    bound = await listener.start(groups[0])
+    close_groups(groups)
+    loading = [asyncio.create_task(place.run(), name=f"model-{place.info.name}") for place in built.places]
+    await asyncio.gather(*(place.first_try() for place in built.places))
     readiness.warming = False
     _log.info("ready", address=f"http://{host}:{bound}/v1", models=list(built.backends))
     try:
         await _until_signal()
     finally:
         readiness.draining = True
-        await listener.drain(10.0)
+        await listener.lame_duck(5.0)
+        await listener.drain(10.0, 0.25)
         await listener.close()
+        for task in loading:
+            task.cancel()
+        await asyncio.gather(*loading, return_exceptions=True)
         for backend in built.backends.values():
             await backend.aclose()

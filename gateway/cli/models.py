@@ -1,4 +1,4 @@
-"""`gateway models pull | build | list | verify`."""
+"""`gateway models pull | build | list | verify | reload`."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Optional
+from typing import TYPE_CHECKING, Annotated, Any, Optional
+from urllib.parse import quote
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from gateway.cli.operate import AdminUrl, change
 from gateway.config import load_config
 from gateway.config_sections import Config
 from gateway.models import MODEL_KINDS, model_reference, model_sources
@@ -30,6 +32,8 @@ Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard 
 
 #: The stand-in heavy backend of `gateway serve --with-stand-in` runs this one.
 STAND_IN = "smollm2:fp32"
+#: Loading a large model takes its time.
+_RELOAD_LIMIT_S = 600.0
 
 
 def _open(config_file: Path | None) -> tuple[Config, ModelStore]:
@@ -182,3 +186,30 @@ def verify(names: Names = None, config_file: ConfigFile = None, as_json: Json = 
         Console().print(table)
     if not good:
         raise typer.Exit(1)
+
+
+@app.command()
+def reload(
+    name: Annotated[str, typer.Argument(help="The model, or the backend that runs it.")],
+    admin: AdminUrl = "",
+    as_json: Json = False,
+) -> None:
+    """Load a model of the running gateway anew, as it lies in the models folder now. Answers go on meanwhile.
+
+    Exit codes: 0 the new one is in force, 1 it is not: the old one goes on.
+    """
+    told = change(admin, f"/models/{quote(name, safe='')}/reload", _RELOAD_LIMIT_S)
+    failed = {process: answer["error"] for process, answer in told.items() if "error" in answer}
+    if as_json:
+        print(json.dumps(told, indent=2))
+    else:
+        for process, answer in told.items():
+            for line in [failed[process]] if process in failed else map(_reloaded, answer["models"]):
+                print(f"{process}: {line}", file=sys.stderr if process in failed else sys.stdout)
+    raise typer.Exit(1 if failed else 0)
+
+
+def _reloaded(done: dict[str, Any]) -> str:
+    before, after = done["before"][:12], done["after"][:12]
+    same = "the same weights as before" if before == after else f"{before} -> {after}"
+    return f"{done['name']} is loaded anew in {done['seconds']:.2f} s ({same})"

@@ -119,7 +119,9 @@ async def _vectors(reference: str, config_file: Path | None, pairs: Pairs, every
     try:
         own = await _embed(embedder, everyday.prompts) if everyday is not None else np.zeros((0, embedder.dimensions))
         if everyday is not None:
-            own[[embedder.unknown_share(text) > _MAX_UNKNOWN_SHARE for text in everyday.prompts]] = 0.0
+            limit = Deadline.after(_CHUNK_LIMIT_S, SystemClock())
+            shares = [await embedder.unknown_share(text, limit) for text in everyday.prompts]
+            own[[share > _MAX_UNKNOWN_SHARE for share in shares]] = 0.0
         return Vectors(
             await _embed(embedder, pairs.prompts), own.astype(np.float32), (await _embed(embedder, [PROBE]))[0]
         )

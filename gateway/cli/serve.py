@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import subprocess
 import sys
@@ -14,15 +13,16 @@ from urllib.parse import urlsplit
 import structlog
 import typer
 import uvloop
+from msgspec.structs import replace
 
 from gateway.config import HEAVY, STAND_IN_URL, load_config
-from gateway.config_sections import Config
-from gateway.control.hub import InProcessHub, WorkerPort
-from gateway.control.policy_store import PolicyStore
+from gateway.config_sections import MOST_WORKERS, Config
+from gateway.control.crew import CannotServeAtAll
+from gateway.control.process import settle_garbage_collector
 from gateway.control.supervisor import Supervisor
-from gateway.control.worker import Worker
 from gateway.listening import CannotListen
 from gateway.observe import logs
+from gateway.observe.log_sink import LogSink
 from policies.core.clock import SystemClock
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_show_locals=False)
@@ -42,21 +42,28 @@ def serve(
         Optional[Path],  # noqa: UP045
         typer.Option("--policies", help="Folder of policy files, instead of the configured one."),
     ] = None,
+    workers: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option("--workers", min=1, max=MOST_WORKERS, help="Processes that answer [`workers` of the file, else 1]."),
+    ] = None,
     with_stand_in: Annotated[
         bool, typer.Option(help="Also run a stand-in heavy backend, unless `heavy` is another service.")
     ] = False,
 ) -> None:
-    """Run the gateway until SIGTERM or Ctrl-C."""
-    import msgspec
+    """Run the gateway until SIGTERM or Ctrl-C. SIGHUP reads the file again and replaces the workers."""
 
-    config = load_config(config_file, os.environ)
-    if policies is not None:
-        config = msgspec.structs.replace(config, policies_dir=policies.absolute())
-    logs.configure(config.log.level, human=config.log.format == "console")
+    def configured() -> Config:
+        config = load_config(config_file, os.environ)
+        if policies is not None:
+            config = replace(config, policies_dir=policies.absolute())
+        return config if workers is None else replace(config, workers=workers)
+
+    config = configured()
+    sink = logs.configure(config.log.level, human=config.log.format == "console")
     stand_in = _start_stand_in(config) if with_stand_in else None
     try:
-        uvloop.run(run(config))
-    except CannotListen as error:
+        uvloop.run(run(config, configured, sink))
+    except (CannotListen, CannotServeAtAll) as error:
         print(f"gateway serve: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
     except OSError as error:
@@ -67,52 +74,28 @@ def serve(
             _stop(stand_in)
 
 
-async def run(config: Config) -> None:
-    """Build and run everything in this process."""
-    from gateway.app import build_worker, builtin_policies
-    from gateway.control.policy_store import keep_folder
-    from gateway.known import known_names
-    from routing.heads import Heads
+async def run(config: Config, reread: Callable[[], Config], sink: LogSink) -> None:
+    """Build and run the gateway. `reread`: the configuration as it is at a rolling restart.
 
-    clock = SystemClock()
-    heads = Heads.shipped()
-    store = PolicyStore.open(
-        config.policies_dir,
-        known_names(config, heads),
-        clock,
-        builtin_policies(config),
-        keep_folder(config.state_dir, config.policies_dir),
-    )
-    for line in store.notices():
-        _log.error("policy_notice", problem=line)
-    hub, port = InProcessHub(), WorkerPort("worker-1")
-    hub.attach(port)
-    worker = build_worker(config, store.current, heads, clock, port)
-    await Supervisor(config, store, clock, hub).run(worker, _announcer(config))
+    Raises ConfigError, CannotListen, CannotServeAtAll.
+    """
+    from gateway.app import build_supervisor
+
+    supervisor = build_supervisor(config, SystemClock(), reread)
+    supervisor.metrics.source(sink.families)
+    await supervisor.run(_announcer(config))
 
 
-def _announcer(config: Config) -> Callable[[Worker, Supervisor], None]:
-    def announce(worker: Worker, supervisor: Supervisor) -> None:
-        _settle_garbage_collector()
-        host = config.listen.host
-        _log.info(
-            "ready", data=f"http://{host}:{worker.bound_port}", admin=f"{config.admin.host}:{supervisor.admin_port}"
-        )
+def _announcer(config: Config) -> Callable[[Supervisor], None]:
+    def announce(supervisor: Supervisor) -> None:
+        settle_garbage_collector()
+        base = f"http://{config.listen.host}:{supervisor.crew.data_port}"
+        admin = f"{config.admin.host}:{supervisor.admin_port}"
+        _log.info("ready", data=base, admin=admin, workers=config.workers)
         if sys.stderr.isatty() or os.environ.get("GATEWAY_HINTS"):
-            print(_hints(f"http://{host}:{worker.bound_port}", supervisor.admin_port), file=sys.stderr, flush=True)
+            print(_hints(base, supervisor.admin_port), file=sys.stderr, flush=True)
 
     return announce
-
-
-def _settle_garbage_collector() -> None:
-    """What start-up made stays for good: take it out of every later collection, and collect less often.
-
-    A request makes a few dozen short-lived containers; with the default thresholds the collector's share of a cached
-    answer is larger than the cache's.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(50_000, 20, 100)
 
 
 def _hints(base: str, admin_port: int) -> str:
@@ -153,7 +136,9 @@ def _start_stand_in(config: Config) -> subprocess.Popen[bytes] | None:
         [
             sys.executable, "-m", "gateway.cli.main", "model-server",
             "--host", str(address.hostname), "--port", str(address.port), "--end-with-parent",
-        ]
+        ],
+        # A Ctrl-C at the terminal is ours to handle: the gateway needs the stand-in until it has drained.
+        start_new_session=True,
     )  # fmt: skip
 
 

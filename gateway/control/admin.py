@@ -1,4 +1,6 @@
-"""The admin API: metrics, requests, policies, caches, models, backends. It asks the hub and nothing else.
+"""The admin API: metrics, requests, policies, caches, models, backends, workers. It asks the crew and its hub, nothing else.
+
+What asks several workers answers by worker; a worker that did not do it, or did not answer, is there with its error.
 
 It never listens on the data port. On loopback without a token, Host must be a loopback literal and a foreign Origin is
 refused, so that a page in somebody's browser cannot steer the gateway; changes need `content-type: application/json`.
@@ -18,7 +20,8 @@ import orjson
 import structlog
 from aiohttp import web
 
-from gateway.control.hub import Ack, Hub
+from gateway.control.crew import Crew
+from gateway.control.hub import Ack
 from gateway.observe.exposition import exposition, merge
 from gateway.observe.metric_store import Family
 from gateway.secret import Secret
@@ -28,7 +31,8 @@ _LOOPBACK_NAMES = ("127.0.0.1", "localhost", "[::1]", "::1")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 OwnFamilies = Callable[[], list[Family]]
-ReloadPolicies = Callable[[], Awaitable[dict[str, Any]]]
+#: How many of the recent requests are listed.
+_REQUESTS = 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +43,17 @@ class AdminAccess:
     view_token: Secret | None = None
 
 
-def admin_app(hub: Hub, access: AdminAccess, reload_policies: ReloadPolicies, own: OwnFamilies) -> web.Application:
+@dataclass(frozen=True, slots=True)
+class AdminActions:
+    """What the supervisor does itself."""
+
+    reload_policies: Callable[[], Awaitable[dict[str, Any]]]
+    restart_workers: Callable[[], Awaitable[list[str]]]
+
+
+def admin_app(crew: Crew, access: AdminAccess, actions: AdminActions, own: OwnFamilies) -> web.Application:
     """The aiohttp application for the admin listener. `own`: the supervisor's own metrics."""
-    api = _AdminApi(hub, reload_policies, own)
+    api = _AdminApi(crew, actions, own)
     app = web.Application(middlewares=[_guard(access)])
     app.router.add_get("/", api.index)
     app.router.add_get("/metrics", api.metrics)
@@ -51,6 +63,9 @@ def admin_app(hub: Hub, access: AdminAccess, reload_policies: ReloadPolicies, ow
     app.router.add_post("/policies/reload", api.reload)
     app.router.add_get("/backends", api.ask("backends"))
     app.router.add_get("/models", api.ask("models"))
+    app.router.add_post("/models/{name}/reload", api.reload_model)
+    app.router.add_get("/workers", api.workers)
+    app.router.add_post("/workers/restart", api.restart)
     app.router.add_get("/notices", api.ask("notices"))
     app.router.add_get("/cache", api.ask("cache"))
     return app
@@ -114,10 +129,11 @@ def _json(value: Any, status: int = 200) -> web.Response:
 
 
 class _AdminApi:
-    def __init__(self, hub: Hub, reload_policies: ReloadPolicies, own: OwnFamilies) -> None:
-        self._hub = hub
+    def __init__(self, crew: Crew, actions: AdminActions, own: OwnFamilies) -> None:
+        self._crew = crew
+        self._hub = crew.hub
         self._own = own
-        self._reload = reload_policies
+        self._actions = actions
 
     async def index(self, request: web.Request) -> web.Response:
         routes = sorted(
@@ -129,14 +145,13 @@ class _AdminApi:
         return _json({"admin": routes})
 
     async def metrics(self, request: web.Request) -> web.Response:
-        acks = await self._hub.query("metrics", {})
-        families = {ack.worker: msgspec.convert(ack.value, list[Family]) for ack in acks if not ack.error}
-        body = exposition(merge({"supervisor": self._own(), **families}))
+        body = exposition(merge({"supervisor": self._own(), **await self._crew.families()}))
         return web.Response(body=body, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
     async def requests(self, request: web.Request) -> web.Response:
-        acks = await self._hub.query("requests", {"count": 50})
-        return _json({"requests": [name for ack in acks for name in (ack.value or [])]})
+        acks = await self._hub.query("requests", {"count": _REQUESTS})
+        found = sorted((pair for ack in acks for pair in (ack.value or [])), reverse=True)
+        return _json({"requests": [name for _, name in found[:_REQUESTS]]})
 
     async def why(self, request: web.Request) -> web.Response:
         request_id = request.match_info["id"]
@@ -155,9 +170,26 @@ class _AdminApi:
         return answer
 
     async def reload(self, request: web.Request) -> web.Response:
-        result = await self._reload()
+        result = await self._actions.reload_policies()
         _log.info("policies_reloaded", who=request.remote, **result)
         return _json(result, 200 if not result.get("problems") else 422)
+
+    async def workers(self, request: web.Request) -> web.Response:
+        return _json({"workers": self._crew.status()})
+
+    async def restart(self, request: web.Request) -> web.Response:
+        problems = await self._actions.restart_workers()
+        _log.info("workers_restarted", who=request.remote, problems=problems)
+        return _json({"workers": self._crew.status(), "problems": problems}, 200 if not problems else 500)
+
+    async def reload_model(self, request: web.Request) -> web.Response:
+        name = request.match_info["name"]
+        acks = await self._hub.command("models.reload", {"name": name})
+        told = by_worker([ack for ack in acks if ack.reached])
+        _log.info("model_reloaded", who=request.remote, model=name[:100], **told)
+        if not told:
+            return _error(404, "No process here runs models inside the gateway.")
+        return _json(told, 200 if not any(ack.error for ack in acks if ack.reached) else 422)
 
 
 def by_worker(acks: Sequence[Ack]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from backends.api import ChatAnswer, ChatRequest, EmbeddingsAnswer, Surface
 from gateway import error_table
 from gateway.edge.answer_headers import answer_headers
 from gateway.edge.codec import Codec, Parsed
+from gateway.edge.connection import Connection
 from gateway.edge.oip_codec import OipCodec, OipPaths
 from gateway.edge.openai_codec import ChatCodec, EmbeddingsCodec, models_list, one_model, openai_error
 from gateway.edge.repeated import RepeatedBodies
@@ -32,7 +33,6 @@ from policies.core.clock import Clock
 from policies.core.errors import (
     BodyTimeout,
     BodyTooLarge,
-    Draining,
     GatewayError,
     InvalidRequest,
     MethodNotAllowed,
@@ -138,8 +138,6 @@ class HttpEdge:
             expose=self._expose,
         )
         try:
-            if self._readiness.draining:
-                raise Draining("this gateway is shutting down; send the request to another one", retry_after_s=1.0)
             body = await self._read(http)
             parsed = self._repeated.get(surface, body)
             if parsed is None:
@@ -235,7 +233,7 @@ class HttpEdge:
         client = error_table.is_client_fault(error)
         self.complete(record, status, "client_error" if client else "failed", error.code)
         response = web.Response(status=status, body=codec.error(error, type_), headers=headers)
-        if self._readiness.draining or isinstance(error, BodyTimeout):
+        if isinstance(error, BodyTimeout):
             response.force_close()
         return response
 
@@ -252,6 +250,11 @@ class HttpEdge:
     @property
     def clock(self) -> Clock:
         return self._clock
+
+    def ends_connection(self, http: web.BaseRequest) -> bool:
+        """Must the answer to `http` say `Connection: close`? While draining everything is served, but no connection is
+        kept for another request."""
+        return self._readiness.draining and cast(Connection, http.protocol).is_last_answer()
 
     def _refusal(self, error: GatewayError, codec: Codec | None = None) -> web.Response:
         """An error before there is a request to account for."""

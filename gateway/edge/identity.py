@@ -5,7 +5,7 @@
     a key in the file             its entry, until it expires or is taken out
     anything else                 Unauthenticated
 
-`reload()` is called when the file changes. A broken file changes nothing: the last good keys hold, and `problem` says why.
+The file is read by `gateway.control.key_store`; `take()` is called with what is in force whenever that changes.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from pathlib import Path
 from backends.api import Priority
 from gateway.keys import ApiKey, digest, parse_keys
 from policies.core.clock import Clock
-from policies.core.errors import ConfigError, NotPermitted, Unauthenticated
-from policies.language.yaml_reader import read_bytes
+from policies.core.errors import NotPermitted, Unauthenticated
 
 _CLASSES = {"vip": Priority.VIP, "normal": Priority.NORMAL, "batch": Priority.BATCH}
 #: Ways in which known keys were presented. More than that is somebody playing with spaces; then we start anew.
 _MAX_PRESENTED = 4_096
 _MAX_HEADER = 1_024
+#: The data has been checked where it was read; no message will name a file.
+_NOWHERE = Path("keys")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,36 +49,23 @@ _LOCAL_ENTRY: _Entry = (LOCAL, None, "")
 
 
 class Identities:
-    """The keys in force. Not shared between threads: `identify` and `reload` run on the event loop.
+    """The keys in force; none until `take` is called. Not shared between threads.
 
-    path
-        The keys file; None or a file that does not exist = no keys.
     anonymous
         May requests from this machine come without a key?
     """
 
-    __slots__ = ("_anonymous", "_by_digest", "_clock", "_data", "_has_file", "_path", "_presented", "problem")
+    __slots__ = ("_anonymous", "_by_digest", "_clock", "_has_file", "_presented", "problem")
 
-    def __init__(self, path: Path | None, clock: Clock, *, anonymous: bool = True) -> None:
-        self._path = path
+    def __init__(self, clock: Clock, *, anonymous: bool = True) -> None:
         self._clock = clock
         self._anonymous = anonymous
         self._has_file = False
-        self._data: bytes | None = None
         self._by_digest: dict[str, _Entry] = {}
         #: The Authorization header as presented -> (identity, expiry), for keys that were found in the file.
         self._presented: dict[str, _Entry] = {}
         #: Why the file on disk is not in force; empty when it is.
         self.problem = ""
-
-    @classmethod
-    def load(cls, path: Path | None, clock: Clock, *, anonymous: bool = True) -> Identities:
-        """Raises ConfigError when the file is there but cannot be used: at a start there is no last good one."""
-        identities = cls(path, clock, anonymous=anonymous)
-        identities.reload()
-        if identities.problem:
-            raise ConfigError(identities.problem.split("\n"))
-        return identities
 
     def __len__(self) -> int:
         return len(self._by_digest)
@@ -122,30 +110,14 @@ class Identities:
         self._presented[authorization] = found
         return found
 
-    def reload(self) -> bool:
-        """Read the file again; True when other keys are in force afterwards. Never raises: see `problem`."""
-        if self._path is None:
-            return False
-        if not self._path.exists():
-            # Gone after it was there: an editor in between two steps, or a mistake. Revoke with an empty list instead.
-            gone = (
-                f"{self._path}: the file has gone; the keys that it held are still in force" if self._has_file else ""
-            )
-            self.problem = gone
-            return False
-        try:
-            data = read_bytes(self._path)
-            if data == self._data:
-                self.problem = ""
-                return False
-            keys = parse_keys(data, self._path)
-        except ConfigError as error:
-            self.problem = "\n".join(error.problems)
-            return False
-        self._data, self._has_file, self.problem = data, True, ""
+    def take(self, data: bytes | None, problem: str = "") -> None:
+        """Put the keys of `data` (a keys file that is known to be good; None = there is no file) in force. `problem`: why
+        the file on disk is another one."""
+        self.problem = problem
+        self._has_file = data is not None
+        keys = parse_keys(data, _NOWHERE) if data is not None else ()
         self._by_digest = {key.sha256: (_identity(key), key.expires, key.sha256) for key in keys}
         self._presented = {}
-        return True
 
 
 def _identity(key: ApiKey) -> Identity:

@@ -1,167 +1,109 @@
-"""A listening HTTP server round an edge, with a drain that knows what is in flight."""
+"""A listening HTTP server round an edge, with an end that drops no request."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+import select
+import socket
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, cast
 
 import structlog
 from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError
 
+from gateway.control.sockets import BACKLOG
+from gateway.edge.connection import Connection
 from gateway.edge.http_server import EdgeLimits, HttpEdge
-from gateway.edge.openai_codec import openai_error
+from gateway.listening import CannotListen
 from gateway.observe.quiet import Quiet
-from policies.core.errors import InvalidRequest
 
 _log = structlog.get_logger("gateway.edge")
-#: What aiohttp raises for bytes that a client sent.
-_CLIENTS_BYTES = (web.RequestPayloadError, HttpProcessingError)
-
-
-class _Protocol(web.RequestHandler):
-    """aiohttp's connection, but what is not HTTP is refused in our words: its own answer repeats bytes of the request,
-    which may hold a credential.
-
-    A request's head must arrive in time, counted from the connection or, for a later request, from the first piece of it
-    that is seen waiting; between requests aiohttp's keep-alive limit holds. A client that takes nothing of what was
-    written for it is cut off, which cancels its request.
-    """
-
-    def __init__(self, server: _Server, limits: EdgeLimits, quiet: Quiet, **options: Any) -> None:
-        super().__init__(server, **options)
-        self._limits = limits
-        self._quiet = quiet
-        self._head_timer: asyncio.TimerHandle | None = None
-        self._requests_at_head = 0
-        self._stall_timer: asyncio.TimerHandle | None = None
-        self._unsent = 0
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(transport)
-        if len(self._manager.connections if self._manager is not None else ()) > self._limits.connections:
-            self.force_close()
-        else:
-            self._expect_head()
-
-    def connection_lost(self, exc: BaseException | None) -> None:
-        for timer in (self._head_timer, self._stall_timer):
-            if timer is not None:
-                timer.cancel()
-        super().connection_lost(exc)
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        if self._head_timer is None:
-            waiter = self._waiter
-            # Still waiting for a request after bytes came: they are a part of its head. (Some clients send line ends
-            # behind a body; these are nobody's head.)
-            if waiter is not None and not waiter.done() and data.strip():
-                self._expect_head()
-
-    def _expect_head(self) -> None:
-        self._requests_at_head = self._request_count
-        self._head_timer = self._loop.call_later(self._limits.header_time_s, self._check_head)
-
-    def _check_head(self) -> None:
-        self._head_timer = None
-        if self._request_count == self._requests_at_head:
-            self.force_close()
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        # Kept here, for aiohttp forgets it when it closes a connection, and closing waits for what is unsent.
-        transport = self.transport
-        if transport is not None:
-            self._unsent = transport.get_write_buffer_size()
-            self._stall_timer = self._loop.call_later(self._limits.write_stall_s, self._check_stall, transport)
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        if self._stall_timer is not None:
-            self._stall_timer.cancel()
-            self._stall_timer = None
-
-    def _check_stall(self, transport: asyncio.WriteTransport) -> None:
-        """Slow is not stalled: a large answer may take long, if only something is taken all the time."""
-        unsent = transport.get_write_buffer_size()
-        if unsent < self._unsent:
-            self._unsent = unsent
-            self._stall_timer = self._loop.call_later(self._limits.write_stall_s, self._check_stall, transport)
-            return
-        self._stall_timer = None
-        more = self._quiet.admit("client_stalled")
-        if more is not None:
-            _log.info("client_stalled", unsent_bytes=unsent, after_s=self._limits.write_stall_s, **more)
-        transport.abort()
-
-    def handle_error(
-        self,
-        request: web.BaseRequest,
-        status: int = 500,
-        exc: BaseException | None = None,
-        message: str | None = None,
-    ) -> web.StreamResponse:
-        if isinstance(exc, ConnectionError):
-            raise ConnectionError("the client is gone") from exc
-        if status >= 500:
-            self._defect(exc)
-        else:
-            self._refused(status, exc)
-        if request.writer.output_size > 0:
-            raise ConnectionError("an answer has begun; it cannot become an error")
-        text = "a defect in the gateway" if status >= 500 else "the request is not valid HTTP, or its head is too large"
-        body = openai_error(InvalidRequest(f"Refused: {text}.", code="bad_http"), "invalid_request_error")
-        response = web.Response(status=status, body=body, content_type="application/json")
-        response.force_close()
-        return response
-
-    def log_exception(self, *args: Any, **kw: Any) -> None:
-        """Called by aiohttp outside of a request, also for a body that turns out to be broken while it is skipped."""
-        error = kw.get("exc_info")
-        if isinstance(error, _CLIENTS_BYTES):
-            self._refused(400, error)
-        else:
-            self._defect(error if isinstance(error, BaseException) else None)
-
-    def _refused(self, status: int, error: BaseException | None) -> None:
-        reason = type(error).__name__ if error is not None else ""
-        more = self._quiet.admit(("connection_refused", status, reason))
-        if more is not None:
-            _log.info("connection_refused", status=status, reason=reason, **more)
-
-    def _defect(self, error: BaseException | None) -> None:
-        more = self._quiet.admit(("defect", type(error)))
-        if more is not None:
-            _log.error("a defect in the gateway: please report it", exc_info=error or True, **more)
+#: The listener's own sockets among those that it accepts from; the others have their owners' names.
+_OWN = ""
 
 
 class _Server(web.Server):
-    """aiohttp's server with our connection."""
+    """aiohttp's server with our connection. `on_lost` is called when a connection is gone."""
 
-    def __init__(self, handler: Any, limits: EdgeLimits, quiet: Quiet, **options: Any) -> None:
+    def __init__(
+        self, handler: Any, limits: EdgeLimits, quiet: Quiet, on_lost: Callable[[], None], **options: Any
+    ) -> None:
         super().__init__(handler, **options)
         self._limits = limits
         self._quiet = quiet
+        self._on_lost = on_lost
 
     def __call__(self) -> web.RequestHandler:
-        return _Protocol(self, self._limits, self._quiet, loop=self._loop, **self._kwargs)
+        return Connection(self, self._limits, self._quiet, loop=self._loop, **self._kwargs)
+
+    def connection_lost(self, handler: web.RequestHandler, exc: BaseException | None = None) -> None:
+        super().connection_lost(handler, exc)
+        task = cast(Connection, handler).task
+        if task is not None:
+            # aiohttp forgets the connection when this task is done, by a callback that was added before ours.
+            task.add_done_callback(lambda _: self._on_lost())
+        else:
+            self._on_lost()
+
+
+class _Accepting:
+    """A listening socket that the loop accepts from: a copy for the loop, which closes it, and one of our own.
+
+    For uvloop, which the gateway runs on. asyncio's own loop takes a connection in two steps, and forgets one that is
+    between them when its server is closed: there a client that came in that moment gets no answer.
+    """
+
+    def __init__(self, server: asyncio.Server, copy: socket.socket) -> None:
+        self._server = server
+        self._copy = copy
+
+    def close(self) -> None:
+        """Leave what waits in the queue to whoever else has this socket open."""
+        self._server.close()
+        self._copy.close()
+
+    def close_empty(self) -> list[socket.socket]:
+        """Close, having taken what waits in the queue: nothing may come between finding it empty and closing."""
+        taken: list[socket.socket] = []
+        self._server.close()
+        try:
+            while True:
+                try:
+                    taken.append(self._copy.accept()[0])
+                except (ConnectionAbortedError, InterruptedError):
+                    continue
+        except BlockingIOError:
+            self._copy.close()
+        except OSError as error:
+            self._copy.close()
+            _log.warning("accept_queue_not_emptied", reason=str(error))
+        return taken
 
 
 class Listener:
-    """One port. `drain` refuses new connections and waits for what is under way."""
+    """Accepts connections and knows what is under way. For an end without a dropped request, in this order:
+
+    the edge drains (`Readiness.draining`)   every answer is the last one on its connection, and says so
+    `lame_duck`                              new connections are taken while requests are under way; then no more
+    `drain`                                  what is under way ends, what is idle is closed
+    `close`                                  cuts what is left
+    """
 
     def __init__(self, edge: HttpEdge, limits: EdgeLimits) -> None:
         self._edge = edge
         self._limits = limits
         self._loop = asyncio.get_running_loop()
-        self._listening: asyncio.Server | None = None
+        self._accepting: dict[str, list[_Accepting]] = {}
+        self._stopped = False
+        self._joining: set[asyncio.Task[Any]] = set()
         self._in_flight = 0
-        self._idle = asyncio.Event()
+        self._hurried = False
+        self._changed = asyncio.Event()
         self._server = _Server(
             self._handle,
             limits,
             Quiet(edge.clock),
+            self._changed.set,
             request_factory=self._make_request,
             handler_cancellation=True,  # a client that leaves cancels its request
             access_log=None,
@@ -175,11 +117,42 @@ class Listener:
     def in_flight(self) -> int:
         return self._in_flight
 
-    async def start(self, host: str, port: int) -> int:
-        """Listen; returns the port (of use when 0 was asked for). Raises OSError."""
-        self._listening = await self._loop.create_server(self._server, host, port, backlog=1024, reuse_address=True)
-        bound: int = self._listening.sockets[0].getsockname()[1]
-        return bound
+    async def start(self, sockets: Sequence[socket.socket]) -> int:
+        """Accept from these (bound, listening); returns their port. Raises OSError.
+
+        They stay the caller's. As long as a copy is open anywhere, clients are let into the accept queue: who does not
+        mean to hand them on closes them now.
+        """
+        port: int = sockets[0].getsockname()[1]
+        await self._accept(_OWN, sockets)
+        return port
+
+    async def adopt(self, name: str, sockets: Sequence[socket.socket]) -> None:
+        """Accept from the sockets of the neighbour `name` too; they stay the caller's. A second time is no different.
+
+        Raises CannotListen when this listener takes no new connections any more, and OSError.
+        """
+        if name not in self._accepting:
+            await self._accept(name, sockets)
+
+    def release(self, name: str) -> None:
+        """No longer accept from the sockets of `name`; what waits in their queues is left to it."""
+        for accepting in self._accepting.pop(name, ()):
+            accepting.close()
+
+    async def _accept(self, name: str, sockets: Sequence[socket.socket]) -> None:
+        group: list[_Accepting] = []
+        self._accepting[name] = group
+        try:
+            for sock in sockets:
+                # The loop closes the copy that it gets.
+                server = await self._loop.create_server(self._server, sock=sock.dup(), backlog=BACKLOG)
+                group.append(_Accepting(server, sock.dup()))
+            if self._stopped:
+                raise CannotListen("cannot listen: this worker is on its way out")
+        except BaseException:
+            self.release(name)
+            raise
 
     def _make_request(
         self, message: Any, payload: Any, protocol: Any, writer: Any, task: asyncio.Task[None]
@@ -191,40 +164,123 @@ class Listener:
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         self._in_flight += 1
         try:
-            return await self._edge(request)
+            response = await self._edge(request)
+            # A stream has been sent by now.
+            if self._edge.ends_connection(request) and not response.prepared:
+                response.force_close()
+            return response
         finally:
             self._in_flight -= 1
             if self._in_flight == 0:
-                self._idle.set()
+                self._changed.set()
 
-    async def drain(self, limit_s: float) -> int:
-        """Let requests finish for `limit_s`, then stop listening; returns how many were still under way then.
+    async def lame_duck(self, limit_s: float) -> None:
+        """Go on taking new connections while requests are under way, for at most `limit_s`, then `stop_listening`.
 
-        Until the last one is done the port stays open, so that `/readyz` can say 503; the edge refuses new work meanwhile.
+        For as long, whoever asks `/readyz` is told 503, and who has not asked yet is served.
         """
-        if self._in_flight:
-            self._idle.clear()
-            try:
-                async with asyncio.timeout(limit_s):
-                    await self._idle.wait()
-            except TimeoutError:
-                return self._in_flight
-            finally:
-                self._stop_listening()
-        self._stop_listening()
-        return 0
+        await self._until(lambda: self._in_flight == 0, limit_s)
+        self.stop_listening()
+
+    def stop_listening(self) -> None:
+        """Take what waits in the accept queues, then no new connection any more."""
+        self._stopped = True
+        accepting, self._accepting = self._accepting, {}
+        for one in (one for group in accepting.values() for one in group):
+            for sock in one.close_empty():
+                sock.setblocking(False)
+                task = self._loop.create_task(self._loop.connect_accepted_socket(self._server, sock))
+                self._joining.add(task)
+                task.add_done_callback(self._joined)
+
+    def _joined(self, task: asyncio.Task[Any]) -> None:
+        self._joining.discard(task)
+        self._changed.set()
+        if not task.cancelled() and task.exception() is not None:
+            # The client left before it was its turn, as a rule.
+            _log.info("connection_not_taken", reason=str(task.exception()))
+
+    async def drain(self, limit_s: float, idle_s: float) -> int:
+        """Wait until every connection is gone, for at most `limit_s`; returns how many requests were under way then.
+
+        An idle connection is closed after `idle_s`, counted from here or from its last answer: its client may be about
+        to use it, and would have its request cut off by the closing. One that is used gets its answer and `Connection:
+        close`.
+        """
+        # What the loop has accepted becomes a connection in its next round.
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        closer = _IdleCloser(self._server, self._loop, idle_s)
+        try:
+            await self._until(lambda: not (self._in_flight or self._joining or self._server.connections), limit_s)
+        finally:
+            closer.stop()
+        return sum(cast(Connection, connection).under_way for connection in self._server.connections)
+
+    async def _until(self, done: Callable[[], bool], limit_s: float) -> None:
+        try:
+            async with asyncio.timeout(limit_s):
+                while not (done() or self._hurried):
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            pass
 
     def hurry(self) -> None:
-        """Let a drain end now; what is under way is cut."""
-        self._idle.set()
-
-    def _stop_listening(self) -> None:
-        if self._listening is not None:
-            self._listening.close()
-        self._server.pre_shutdown()
+        """Let lame duck and drain end now; what is under way is cut."""
+        self._hurried = True
+        self._changed.set()
 
     async def close(self) -> None:
         """Cut what is left."""
-        if self._listening is not None:
-            self._listening.close()
+        self._stopped = True
+        for name in list(self._accepting):
+            self.release(name)
+        for task in self._joining:
+            task.cancel()
+        for connection in cast(list[Connection], self._server.connections):
+            # Nobody has to wait for these.
+            if connection.idle_since is not None:
+                connection.force_close()
         await self._server.shutdown(1.0)
+
+
+class _IdleCloser:
+    """Closes connections that have been idle for `idle_s`, until it is stopped."""
+
+    def __init__(self, server: web.Server, loop: asyncio.AbstractEventLoop, idle_s: float) -> None:
+        self._server = server
+        self._loop = loop
+        self._idle_s = idle_s
+        self._began = loop.time()
+        self._timer = loop.call_later(idle_s, self._sweep)
+
+    def stop(self) -> None:
+        self._timer.cancel()
+
+    def _sweep(self) -> None:
+        now = self._loop.time()
+        # A connection that is busy now has been idle for long enough after the next round at the earliest.
+        next_at = now + self._idle_s
+        due: dict[int, Connection] = {}
+        for connection in cast(list[Connection], self._server.connections):
+            since = connection.idle_since
+            if since is None:
+                continue
+            closes_at = max(since, self._began) + self._idle_s
+            if closes_at <= now and connection.transport is not None:
+                due[connection.transport.get_extra_info("socket").fileno()] = connection
+            else:
+                next_at = min(next_at, closes_at)
+        for fd in _nothing_to_read(due):
+            due[fd].force_close()
+        self._timer = self._loop.call_at(max(next_at, now + 0.01), self._sweep)
+
+
+def _nothing_to_read(fds: Collection[int]) -> list[int]:
+    """Those of the sockets whose client has sent nothing that is still to be read."""
+    poll = select.poll()
+    for fd in fds:
+        poll.register(fd, select.POLLIN)
+    readable = {fd for fd, _ in poll.poll(0)}
+    return [fd for fd in fds if fd not in readable]

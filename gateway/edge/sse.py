@@ -104,6 +104,8 @@ async def send_stream(
     headers["Cache-Control"] = "no-cache"
     headers["X-Accel-Buffering"] = "no"
     response = web.StreamResponse(headers=headers)
+    if edge.ends_connection(http):
+        response.force_close()
     try:
         first = b"".join(_events(reply.held, record, include_usage)) + (b"" if reply.rest else _DONE)
         client = _Client(http, cast(StreamWriter, await response.prepare(http)), edge, total_s)

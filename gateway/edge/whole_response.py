@@ -44,7 +44,9 @@ class WholeResponse(web.StreamResponse):
     async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
         """Called by aiohttp's server; nothing is sent yet."""
         self._req = request
-        self._keep_alive = request.keep_alive
+        if self._keep_alive is None:
+            # Else it was told to be the last answer of its connection.
+            self._keep_alive = request.keep_alive
         return None
 
     async def write_eof(self, data: bytes = b"") -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -126,6 +126,11 @@ class Metrics:
 
     def families(self) -> list[Family]:
         return [metric.family() for metric in self._own] + [f for source in self._sources for f in source()]
+
+    def plain(self) -> list[Any]:
+        """The same as plain values, as they travel through the hub."""
+        plain: list[Any] = msgspec.to_builtins(self.families())
+        return plain
 
 
 #: Figures of a `stats()` that move both ways; all others only grow.

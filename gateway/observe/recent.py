@@ -23,11 +23,11 @@ class RecentRequests:
         ring[at] = record
         self._next = (at + 1) % len(ring)
 
-    def newest(self, count: int) -> list[str]:
-        """Ids, newest first."""
+    def newest(self, count: int) -> list[tuple[float, str]]:
+        """(monotonic seconds at arrival, id) of the latest that ended, newest first."""
         size = len(self._ring)
         records = (self._ring[(self._next - 1 - back) % size] for back in range(min(count, size)))
-        return [record.request_id for record in records if record is not None]
+        return [(record.started, record.request_id) for record in records if record is not None]
 
     def explain(self, request_id: str) -> dict[str, Any] | None:
         """Everything known about one request, as plain values; None = not (or no longer) here."""

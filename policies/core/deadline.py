@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from types import TracebackType
+from typing import Protocol
 
 from policies.core.clock import Clock
 from policies.core.errors import DeadlineExceeded
+
+
+class Follower(Protocol):
+    """Something that has to know when a deadline moves."""
+
+    def reschedule(self) -> None:
+        """The deadline has moved later."""
+        ...
 
 
 class Deadline:
@@ -16,12 +25,13 @@ class Deadline:
     `timeout()` block that is open on it moves along.
     """
 
-    __slots__ = ("at", "clock", "open_timeouts")
+    __slots__ = ("at", "clock", "followers")
 
     def __init__(self, at: float, clock: Clock) -> None:
         self.at = at
         self.clock = clock
-        self.open_timeouts: list[_DeadlineTimeout] | None = None
+        #: Open timeouts, and calls whose other end keeps the deadline too.
+        self.followers: list[Follower] | None = None
 
     @classmethod
     def after(cls, seconds: float, clock: Clock) -> Deadline:
@@ -47,8 +57,18 @@ class Deadline:
         if at <= self.at:
             return
         self.at = at
-        for timeout in self.open_timeouts or ():
-            timeout.reschedule()
+        for follower in self.followers or ():
+            follower.reschedule()
+
+    def follow(self, follower: Follower) -> None:
+        if self.followers is None:
+            self.followers = [follower]
+        else:
+            self.followers.append(follower)
+
+    def unfollow(self, follower: Follower) -> None:
+        assert self.followers is not None
+        self.followers.remove(follower)
 
     def timeout(self) -> _DeadlineTimeout:
         """`async with deadline.timeout():` raises DeadlineExceeded when the moment passes inside the block."""
@@ -79,10 +99,7 @@ class _DeadlineTimeout:
         #: Cancellations that were asked for before: they are not ours to swallow.
         self._cancelling = task.cancelling()
         self._timer = loop.call_later(remaining, self._expire)
-        if deadline.open_timeouts is None:
-            deadline.open_timeouts = [self]
-        else:
-            deadline.open_timeouts.append(self)
+        deadline.follow(self)
 
     def reschedule(self) -> None:
         """The deadline has moved."""
@@ -98,8 +115,7 @@ class _DeadlineTimeout:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._timer.cancel()
-        assert self._deadline.open_timeouts is not None
-        self._deadline.open_timeouts.remove(self)
+        self._deadline.unfollow(self)
         if self._expired and self.task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
             # Nobody else cancelled the task: the cancellation was our own.
             raise DeadlineExceeded from error

@@ -36,6 +36,14 @@ class BreakerChanged(Event, gc=False, kw_only=True):
     reason: str
 
 
+class FactRefused(Event, gc=False, kw_only=True):
+    """What another worker told could not be read: its version differs too much, or it is defective."""
+
+    key: str
+    teller: str
+    reason: str
+
+
 class Degraded(Event, gc=False, kw_only=True):
     """A rung was left or skipped. `reason` is an error code or a skip reason."""
 

@@ -12,82 +12,47 @@ Theory of operation
                caller left gives its permit back; one that never comes back loses it after `probe_timeout_s`. As many
                successes close the breaker; one failure opens it again.
 
-Transitions (the table below is the machine: nothing else changes the state)
+Transitions (the table in `breaker_state.py` is the machine: nothing else changes the state)
     from        event           to
     CLOSED      trip            OPEN
     CLOSED      hold            OPEN
+    CLOSED      heard_open      OPEN
     OPEN        hold            OPEN        only ever later
+    OPEN        heard_open      OPEN        only ever later
+    OPEN        heard_passed    CLOSED      unless held
     OPEN        cooled          HALF_OPEN
     HALF_OPEN   probes_passed   CLOSED
+    HALF_OPEN   heard_passed    CLOSED
     HALF_OPEN   probe_failed    OPEN
     HALF_OPEN   hold            OPEN
+    HALF_OPEN   heard_open      OPEN
 
 Outcomes of calls begun before a transition are not counted after it (each permit knows its generation), so a late failure
 can neither re-open a breaker that has recovered nor spend a probe. All functions are synchronous, take `now` (monotonic
 seconds) and draw jitter from an injected `random`; nothing here reads a clock.
+
+What breakers of several workers share, and which of two findings wins, is at the top of `breaker_findings.py`.
 """
 
 # ruff: noqa: SLF001  a permit is the other half of its breaker
 from __future__ import annotations
 
 from collections.abc import Callable
-from enum import StrEnum
-from typing import Annotated
-
-from msgspec import Meta
 
 from policies.core.errors import BreakerOpen
-from policies.language.schema import Limit, Section, Share
+from policies.rules.breaker_findings import Finding, Findings, OnFinding
+from policies.rules.breaker_state import TRANSITIONS, BreakerEvent, BreakerOptions, BreakerState, OnChange
+
+__all__ = [
+    "TRANSITIONS",
+    "BreakerEvent",
+    "BreakerOptions",
+    "BreakerPermit",
+    "BreakerState",
+    "CircuitBreaker",
+]
 
 _SLOTS = 10
-
-Count = Annotated[int, Meta(ge=1)]
-SomeShare = Annotated[float, Meta(gt=0, extra={"unit": "share"}, extra_json_schema={"x-unit": "share"})]
-
-
-class BreakerState(StrEnum):
-    CLOSED = "closed"
-    OPEN = "open"
-    HALF_OPEN = "half_open"
-
-
-class BreakerEvent(StrEnum):
-    TRIP = "trip"
-    HOLD = "hold"
-    COOLED = "cooled"
-    PROBES_PASSED = "probes_passed"
-    PROBE_FAILED = "probe_failed"
-
-
-TRANSITIONS: dict[tuple[BreakerState, BreakerEvent], BreakerState] = {
-    (BreakerState.CLOSED, BreakerEvent.TRIP): BreakerState.OPEN,
-    (BreakerState.CLOSED, BreakerEvent.HOLD): BreakerState.OPEN,
-    (BreakerState.OPEN, BreakerEvent.HOLD): BreakerState.OPEN,
-    (BreakerState.OPEN, BreakerEvent.COOLED): BreakerState.HALF_OPEN,
-    (BreakerState.HALF_OPEN, BreakerEvent.PROBES_PASSED): BreakerState.CLOSED,
-    (BreakerState.HALF_OPEN, BreakerEvent.PROBE_FAILED): BreakerState.OPEN,
-    (BreakerState.HALF_OPEN, BreakerEvent.HOLD): BreakerState.OPEN,
-}
-
-
-class BreakerOptions(Section, frozen=True, kw_only=True):
-    """When to open and for how long."""
-
-    failure_rate: SomeShare = 0.5
-    min_calls: Count = 20
-    window_s: Limit = 10.0
-    consecutive: Count = 5
-    open_s: Limit = 1.0
-    #: At least `open_s`.
-    open_max_s: Limit = 30.0
-    #: The open time is drawn from open * (1 - jitter) .. open * (1 + jitter).
-    jitter: Share = 0.2
-    probes: Count = 3
-    probe_timeout_s: Limit = 30.0
-
-
-#: Called with (before, after, reason) after every change of state.
-OnChange = Callable[[BreakerState, BreakerState, str], None]
 
 
 class CircuitBreaker:
@@ -97,9 +62,11 @@ class CircuitBreaker:
         "_bad",
         "_closed_at",
         "_consecutive",
+        "_findings",
         "_generation",
         "_good",
         "_on_change",
+        "_on_finding",
         "_open_until",
         "_options",
         "_passed",
@@ -111,10 +78,21 @@ class CircuitBreaker:
         "_width",
     )
 
-    def __init__(self, options: BreakerOptions, random: Callable[[], float], on_change: OnChange | None = None) -> None:
+    def __init__(
+        self,
+        options: BreakerOptions,
+        random: Callable[[], float],
+        on_change: OnChange | None = None,
+        *,
+        on_finding: OnFinding | None = None,
+        hold_max_s: float = 300.0,
+    ) -> None:
+        """`hold_max_s`: the longest hold that is believed when it is only heard."""
         self._options = options
         self._random = random
         self._on_change = on_change
+        self._on_finding = on_finding
+        self._findings = Findings(options.longest_open_s, hold_max_s)
         self._width = options.window_s / _SLOTS
         self._state = BreakerState.CLOSED
         self._generation = 0
@@ -200,11 +178,32 @@ class CircuitBreaker:
         if permit.generation != self._generation and self._state is not BreakerState.OPEN:
             return
         until = now + seconds
+        if self._state is not BreakerState.OPEN:
+            self._move(BreakerEvent.HOLD, now, reason, until)
+            return
+        self._open_until = max(self._open_until, until)
+        self._tell(self._findings.held(now, until, self._trips, reason))
+
+    # ------------------------------------------------------------------------------------------- other workers
+
+    def hear(self, teller: str, finding: Finding, now: float) -> None:
+        """Take over what `teller`, a breaker of the same backend in another worker, has found out. In any order, any
+        number of times."""
+        reason = f"{teller}: {finding.reason}"
+        if self._findings.heard_pass(finding, now) and self._state is not BreakerState.CLOSED:
+            self._move(BreakerEvent.HEARD_PASSED, now, reason)
+        until = self._findings.heard_opening(finding, now)
+        if not until:
+            return
+        self._trips = max(self._trips, finding.trips)
         if self._state is BreakerState.OPEN:
             self._open_until = max(self._open_until, until)
-            return
-        self._move(BreakerEvent.HOLD, now, reason)
-        self._open_until = until
+        else:
+            self._move(BreakerEvent.HEARD_OPEN, now, reason, until)
+
+    def _tell(self, finding: Finding | None) -> None:
+        if finding is not None and self._on_finding is not None:
+            self._on_finding(finding)
 
     # ---------------------------------------------------------------------------------------------------- inside
 
@@ -222,21 +221,31 @@ class CircuitBreaker:
             self._good[index] = self._bad[index] = 0
         return index
 
-    def _move(self, event: BreakerEvent, now: float, reason: str) -> None:
+    def _move(self, event: BreakerEvent, now: float, reason: str, until: float = 0.0) -> None:
+        """`until`: the end of a hold or of what was heard; a trip's is drawn here."""
         before = self._state
         after = TRANSITIONS[before, event]
         self._state = after
         self._generation += 1
         self._probes = []
         self._passed = 0
+        finding: Finding | None = None
         if after is BreakerState.CLOSED:
             self._closed_at = now
             self._consecutive = 0
             self._stamps = [-_SLOTS] * _SLOTS
-        elif after is BreakerState.OPEN and event is not BreakerEvent.HOLD:
-            self._open_until = now + self._open_time(event, now)
+            if event is BreakerEvent.PROBES_PASSED:
+                finding = self._findings.passed(now, self._trips, reason)
+        elif after is BreakerState.OPEN:
+            if event is BreakerEvent.HOLD:
+                finding = self._findings.held(now, until, self._trips, reason)
+            elif event is not BreakerEvent.HEARD_OPEN:
+                until = now + self._open_time(event, now)
+                finding = self._findings.tripped(now, until, self._trips, reason)
+            self._open_until = until
         if self._on_change is not None:
             self._on_change(before, after, reason)
+        self._tell(finding)
 
     def _open_time(self, event: BreakerEvent, now: float) -> float:
         options = self._options

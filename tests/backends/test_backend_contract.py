@@ -1,7 +1,8 @@
 """What every Backend promises, whatever it is: one suite over all of them, alone and wrapped."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -24,6 +25,7 @@ from chaos.injector import Injector
 from policies.core.clock import SystemClock
 from policies.core.errors import BackendError, DeadlineExceeded, FirstTokenTimeout, GatewayError
 from policies.core.events import Observers
+from tests.support.link import OverLink
 from tests.support.upstream import info, oip_backend, openai_backend, question, scripted_upstream, soon
 
 TENSOR = Surface.TENSOR
@@ -38,25 +40,33 @@ def guarded(backend: Backend) -> Backend:
     return Guarded(Injector(backend), GuardOptions(), clock=SystemClock(), observer=Observers(), random=lambda: 0.5)
 
 
-#: name -> (url of the scripted upstream, is it to be good?) -> Backend
-CHAT: dict[str, Callable[[str, bool], Backend]] = {
+#: (url of the scripted upstream, is it to be good?) -> Backend, or what gives one when awaited
+Make = Callable[[str, bool], Backend | Awaitable[Backend]]
+CHAT: dict[str, Make] = {
     "openai_http": lambda url, good: openai_backend(url, "ok" if good else "never"),
     "scripted": lambda _, good: scripted(good),
     "injector": lambda _, good: Injector(scripted(good)),
     "guarded": lambda _, good: guarded(scripted(good)),
+    "linked": lambda _, good: OverLink.of(scripted(good)),
     "guarded_openai_http": lambda url, good: guarded(openai_backend(url, "ok" if good else "never")),
 }
-TENSORS: dict[str, Callable[[str, bool], Backend]] = {
+TENSORS: dict[str, Make] = {
     "oip_http": lambda url, good: oip_backend(url, "ok" if good else "never"),
     "scripted": lambda _, good: scripted(good, TENSOR),
+    "linked": lambda _, good: OverLink.of(scripted(good, TENSOR)),
     "guarded_oip_http": lambda url, good: guarded(oip_backend(url, "ok" if good else "never")),
 }
 
 
+async def built(make: Make, url: str, good: bool) -> Backend:
+    backend = make(url, good)
+    return await backend if inspect.isawaitable(backend) else backend
+
+
 @asynccontextmanager
-async def made(make: Callable[[str, bool], Backend], good: bool) -> AsyncIterator[Backend]:
+async def made(make: Make, good: bool) -> AsyncIterator[Backend]:
     async with scripted_upstream() as up:
-        backend = make(up.url, good)
+        backend = await built(make, up.url, good)
         try:
             yield backend
         finally:
@@ -68,7 +78,7 @@ def tensor_request() -> TensorRequest:
 
 
 @pytest.mark.parametrize("make", CHAT.values(), ids=CHAT)
-async def test_whole_and_streamed_answers_agree(make: Callable[[str, bool], Backend]) -> None:
+async def test_whole_and_streamed_answers_agree(make: Make) -> None:
     async with made(make, True) as backend:
         whole = await backend.infer(question(), soon())
         chunks = [piece async for piece in backend.stream(question(), soon())]
@@ -86,14 +96,14 @@ async def test_whole_and_streamed_answers_agree(make: Callable[[str, bool], Back
 
 
 @pytest.mark.parametrize("make", CHAT.values(), ids=CHAT)
-async def test_many_calls_at_once(make: Callable[[str, bool], Backend]) -> None:
+async def test_many_calls_at_once(make: Make) -> None:
     async with made(make, True) as backend:
         answers = await asyncio.gather(*(backend.infer(question(), soon()) for _ in range(50)))
         assert len({answer.finish_reason for answer in answers if isinstance(answer, ChatAnswer)}) == 1
 
 
 @pytest.mark.parametrize("make", CHAT.values(), ids=CHAT)
-async def test_the_deadline_is_kept(make: Callable[[str, bool], Backend]) -> None:
+async def test_the_deadline_is_kept(make: Make) -> None:
     async with made(make, False) as backend:
         async with asyncio.timeout(1.0):
             with pytest.raises(DeadlineExceeded):
@@ -107,7 +117,7 @@ async def test_the_deadline_is_kept(make: Callable[[str, bool], Backend]) -> Non
 
 
 @pytest.mark.parametrize("make", CHAT.values(), ids=CHAT)
-async def test_a_cancelled_call_ends_at_once(make: Callable[[str, bool], Backend]) -> None:
+async def test_a_cancelled_call_ends_at_once(make: Make) -> None:
     async with made(make, False) as backend:
         task: asyncio.Future[Any]
         for task in (
@@ -122,7 +132,7 @@ async def test_a_cancelled_call_ends_at_once(make: Callable[[str, bool], Backend
 
 
 @pytest.mark.parametrize("make", CHAT.values(), ids=CHAT)
-async def test_the_body_of_a_request_is_never_changed(make: Callable[[str, bool], Backend]) -> None:
+async def test_the_body_of_a_request_is_never_changed(make: Make) -> None:
     async with made(make, True) as backend:
         request = question(stream=False, stream_options={})
         before = dict(request.body)
@@ -133,7 +143,7 @@ async def test_the_body_of_a_request_is_never_changed(make: Callable[[str, bool]
 
 
 @pytest.mark.parametrize("make", TENSORS.values(), ids=TENSORS)
-async def test_tensors(make: Callable[[str, bool], Backend]) -> None:
+async def test_tensors(make: Make) -> None:
     async with made(make, True) as backend:
         answer = await backend.infer(tensor_request(), soon())
         assert isinstance(answer, TensorAnswer)
@@ -144,7 +154,7 @@ async def test_tensors(make: Callable[[str, bool], Backend]) -> None:
 
 
 @pytest.mark.parametrize("make", [CHAT["openai_http"], TENSORS["oip_http"]], ids=["openai_http", "oip_http"])
-async def test_requests_of_another_surface_are_refused(make: Callable[[str, bool], Backend]) -> None:
+async def test_requests_of_another_surface_are_refused(make: Make) -> None:
     async with made(make, True) as backend:
         wrong = tensor_request() if Surface.CHAT in backend.info.capabilities.surfaces else question()
         with pytest.raises(GatewayError, match="only"):
@@ -152,10 +162,10 @@ async def test_requests_of_another_surface_are_refused(make: Callable[[str, bool
 
 
 @pytest.mark.parametrize("make", CHAT.values(), ids=CHAT)
-async def test_only_our_own_errors_come_out(make: Callable[[str, bool], Backend]) -> None:
+async def test_only_our_own_errors_come_out(make: Make) -> None:
     """The upstream goes away between making the backend and calling it."""
     async with scripted_upstream() as up:
-        backend = make(up.url, True)
+        backend = await built(make, up.url, True)
         await backend.infer(question(), soon())
     try:
         await backend.infer(question(), soon(1.0))

@@ -10,10 +10,10 @@ from typer.testing import CliRunner
 
 from gateway.cli.keys import app as keys_app
 from gateway.cli.policy import app as policy_app
-from gateway.edge.identity import Identities
 from policies.core.clock import FakeClock
 from policies.core.errors import Unauthenticated
 from policies.language.json_schema import policy_schema
+from tests.support.file_keys import FileKeys
 
 ROOT = Path(__file__).parents[2]
 GATEWAY = ["--config", str(ROOT / "gateway.yaml")]
@@ -35,7 +35,7 @@ def test_a_key_from_making_to_revoking(tmp_path):
     assert "\n" not in key  # a script takes stdout as it is
     assert "shown this once" in made.stderr
     assert key not in path.read_text()
-    identities = Identities.load(path, clock)
+    identities = FileKeys(path, clock)
     assert identities.identify(f"Bearer {key}", loopback=False).tenant == "shop"
 
     listed = json.loads(keys("list", "--json", "-f", path).stdout)

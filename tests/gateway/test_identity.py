@@ -13,6 +13,7 @@ from gateway.edge.identity import LOCAL, Identities
 from gateway.keys import ApiKey, create_key, digest, load_keys, new_key, parse_keys, revoke_key
 from policies.core.clock import FakeClock
 from policies.core.errors import ConfigError, NotPermitted, Unauthenticated
+from tests.support.file_keys import FileKeys
 
 KEY = "gw-known"
 
@@ -36,7 +37,7 @@ def refused(identities: Identities, authorization: str | None, loopback: bool = 
 
 
 def test_a_known_key_is_its_entry(path, clock):
-    identities = Identities.load(path, clock)
+    identities = FileKeys(path, clock)
     for _ in range(2):  # looked up, then remembered
         identity = identities.identify(f"Bearer {KEY}", loopback=False)
         assert (identity.key_id, identity.tenant, identity.priority) == ("k1", "shop", Priority.VIP)
@@ -48,22 +49,22 @@ def test_a_known_key_is_its_entry(path, clock):
 
 
 def test_no_key(path, clock):
-    identities = Identities.load(path, clock)
+    identities = FileKeys(path, clock)
     assert identities.identify(None, loopback=True) is LOCAL
     assert (LOCAL.tenant, LOCAL.priority, LOCAL.policies) == ("local", Priority.NORMAL, None)
     assert "an API key is needed" in refused(identities, None)
-    strict = Identities.load(path, clock, anonymous=False)
+    strict = FileKeys(path, clock, anonymous=False)
     assert "an API key is needed" in refused(strict, None, loopback=True)
 
 
 def test_without_a_keys_file_any_key_from_this_machine_will_do(tmp_path, clock):
-    for identities in (Identities.load(None, clock), Identities.load(tmp_path / "keys.yaml", clock)):
+    for identities in (Identities(clock), FileKeys(tmp_path / "keys.yaml", clock)):
         assert identities.identify("Bearer anything", loopback=True) is LOCAL
         refused(identities, "Bearer anything")
 
 
 def test_with_a_keys_file_an_unknown_key_is_refused_even_here(path, clock):
-    identities = Identities.load(path, clock)
+    identities = FileKeys(path, clock)
     for authorization in ("Bearer nope", f"Bearer {KEY}x", f"Basic {KEY}", KEY, "Bearer", "", f"Bearer {digest(KEY)}"):
         said = refused(identities, authorization, loopback=True)
         assert "nope" not in said and KEY not in said
@@ -74,7 +75,7 @@ def test_no_other_text_is_a_key(tmp_path_factory, text):
     clock = FakeClock()
     path = tmp_path_factory.mktemp("keys") / "keys.yaml"
     path.write_text(f'keys: [{{id: a, sha256: "{digest(KEY)}", tenant: t}}]\n')
-    identities = Identities.load(path, clock)
+    identities = FileKeys(path, clock)
     if text != KEY:
         refused(identities, f"Bearer {text}")
 
@@ -82,7 +83,7 @@ def test_no_other_text_is_a_key(tmp_path_factory, text):
 def test_a_key_expires_at_its_moment(tmp_path, clock):
     path = tmp_path / "keys.yaml"
     create_key(path, ApiKey(id="k", sha256=digest(KEY), tenant="t", expires=clock.wall() + 10))
-    identities = Identities.load(path, clock)
+    identities = FileKeys(path, clock)
     identities.identify(f"Bearer {KEY}", loopback=False)
     clock.advance(9.9)
     identities.identify(f"Bearer {KEY}", loopback=False)
@@ -91,7 +92,7 @@ def test_a_key_expires_at_its_moment(tmp_path, clock):
 
 
 def test_a_revoked_key_is_refused_at_the_next_reload(path, clock):
-    identities = Identities.load(path, clock)
+    identities = FileKeys(path, clock)
     identities.identify(f"Bearer {KEY}", loopback=True)
     assert revoke_key(path, "k1")
     assert identities.reload()
@@ -102,7 +103,7 @@ def test_a_revoked_key_is_refused_at_the_next_reload(path, clock):
 
 def test_a_new_key_works_at_the_next_reload(tmp_path, clock):
     path = tmp_path / "keys.yaml"
-    identities = Identities.load(path, clock)
+    identities = FileKeys(path, clock)
     create_key(path, ApiKey(id="k", sha256=digest(KEY), tenant="t", priority="batch"))
     assert identities.reload()
     assert identities.identify(f"Bearer {KEY}", loopback=False).priority is Priority.BATCH
@@ -110,7 +111,7 @@ def test_a_new_key_works_at_the_next_reload(tmp_path, clock):
 
 @pytest.mark.parametrize("text", ["keys: [", "keys: 3", "", "keys:\n  - id: k1\n", "kys: []"])
 def test_a_broken_file_keeps_the_last_good_keys_and_says_so(path, clock, text):
-    identities = Identities.load(path, clock)
+    identities = FileKeys(path, clock)
     good = path.read_text()
     path.write_text(text)
     assert not identities.reload()
@@ -122,7 +123,7 @@ def test_a_broken_file_keeps_the_last_good_keys_and_says_so(path, clock, text):
 
 
 def test_a_file_that_vanished_keeps_its_keys_and_says_so(path, clock):
-    identities = Identities.load(path, clock)
+    identities = FileKeys(path, clock)
     path.unlink()
     assert not identities.reload()
     assert "has gone" in identities.problem
@@ -133,7 +134,7 @@ def test_a_file_that_vanished_keeps_its_keys_and_says_so(path, clock):
 def test_a_start_with_a_broken_file_is_refused(path, clock):
     path.write_text("keys: [{id: a, sha256: short, tenant: t, clas: vip}]")
     with pytest.raises(ConfigError) as caught:
-        Identities.load(path, clock)
+        FileKeys(path, clock)
     assert [line.removeprefix(f"{path}:") for line in caught.value.problems] == [
         "1:24: `keys[0].sha256` has characters that are not allowed here (wanted: [0-9a-f]{64})",
         "1:42: unknown key `clas` in `keys[0]`; did you mean `class`?",
@@ -158,14 +159,14 @@ def test_a_key_in_the_wrong_place_is_not_repeated(path, clock, text):
     secret = new_key()
     path.write_text(text % secret)
     with pytest.raises(ConfigError) as caught:
-        Identities.load(path, clock)
+        FileKeys(path, clock)
     assert secret.partition("-")[2][:6] not in str(caught.value)
 
 
 def test_faults_by_key_are_not_available(path, clock):
     path.write_text(f"keys: [{{id: a, sha256: {digest(KEY)}, tenant: t, chaos: true}}]")
     with pytest.raises(ConfigError, match="`chaos` is not available in this version"):
-        Identities.load(path, clock)
+        FileKeys(path, clock)
 
 
 def test_ids_and_digests_are_unique(tmp_path):
@@ -210,7 +211,7 @@ def test_keys_are_long_and_different():
 
 
 def test_what_is_remembered_is_bounded(path, clock):
-    identities = Identities.load(path, clock)
+    identities = FileKeys(path, clock)
     for spaces in range(900):
         identities.identify("Bearer" + " " * (spaces + 1) + KEY, loopback=False)
     for other in range(10_000):

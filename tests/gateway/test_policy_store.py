@@ -13,12 +13,12 @@ import pytest
 
 from gateway.control.policy_store import SETTLE_S, PolicyStore, keep_folder
 from gateway.control.watch import Watcher
-from gateway.edge.identity import Identities
 from gateway.keys import ApiKey, create_key, digest, revoke_key
 from policies.core.clock import FakeClock, SystemClock
 from policies.core.errors import ConfigError, Unauthenticated
 from policies.language.builtin import embeddings_policy
 from policies.language.semantics import Known, KnownBackend
+from tests.support.file_keys import FileKeys
 
 KNOWN = Known(backends={"light": KnownBackend("light", frozenset({"chat"}))})
 BUILTIN = (embeddings_policy("embed", []),)
@@ -364,7 +364,7 @@ async def test_many_saves_a_second_never_stop_the_look_ups(folder):
 async def test_a_revoked_key_is_refused_within_two_seconds(folder, tmp_path):
     path, clock = tmp_path / "keys.yaml", SystemClock()
     create_key(path, ApiKey(id="k", sha256=digest("gw-1"), tenant="t"))
-    identities = Identities.load(path, clock)
+    identities = FileKeys(path, clock)
     reloaded = asyncio.Event()
 
     async def on_change(changed: frozenset[Path]) -> None:

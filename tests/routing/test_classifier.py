@@ -135,6 +135,22 @@ async def test_an_embedder_of_other_dimensions_is_a_mismatch(tmp_path: Path) -> 
     assert reading.scores["meaning"].text == "embedder_mismatch"
 
 
+async def test_an_embedder_that_was_loaded_anew_is_looked_at_anew(heads: Heads) -> None:
+    embedder = FakeEmbedder()
+    made = classifier(heads, embedder)
+    for fingerprint, sign, fits in (
+        ("fake", 1.0, True),
+        ("fake", -1.0, True),
+        ("other", -1.0, False),
+        ("fake", 1.0, True),
+    ):
+        embedder.fingerprint, embedder._sign = fingerprint, sign
+        view = chat("hello")
+        reading = made.read(view)
+        await made.read_embedding(view, reading, deadline())
+        assert (reading.scores["meaning"].text != "embedder_mismatch") is fits
+
+
 def test_only_chat_is_classified(heads: Heads) -> None:
     made = classifier(heads, None)
     for request in (EmbeddingsRequest({}, ["prove it"]), TensorRequest("m", [])):

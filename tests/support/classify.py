@@ -97,5 +97,5 @@ class FakeEmbedder:
         self.seen.extend(texts)
         return self._sign * np.stack([vector(text) for text in texts])
 
-    def unknown_share(self, text: str) -> float:
+    async def unknown_share(self, text: str, deadline: Deadline) -> float:
         return sum(character > "\u2e80" for character in text) / max(1, len(text))

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from backends.api import BackendInfo, ChatAnswer, Chunk, ChunkKind
+from gateway.control.sockets import bind_sockets, close_groups
 from gateway.edge.http_server import EdgeLimits, HttpEdge
 from gateway.edge.listener import Listener
 from gateway.exchange import Exchange, Record, Reply
@@ -40,7 +41,9 @@ async def edge_here(handler: ToldHandler, limits: EdgeLimits) -> AsyncIterator[s
     """The URL of an edge with these limits."""
     edge = HttpEdge(handler, Readiness(), SystemClock(), limits, "basic")
     listener = Listener(edge, limits)
-    port = await listener.start("127.0.0.1", 0)
+    groups = bind_sockets("127.0.0.1", 0, 1)
+    port = await listener.start(groups[0])
+    close_groups(groups)
     try:
         yield f"http://127.0.0.1:{port}"
     finally:

@@ -10,19 +10,16 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-from gateway.app import build_worker, builtin_policies
+import msgspec
+
+from gateway.app import build_supervisor
 from gateway.config import load_config
-from gateway.control.hub import InProcessHub, WorkerPort
-from gateway.control.policy_store import PolicyStore, keep_folder
-from gateway.control.supervisor import Supervisor
+from gateway.control.in_process import InProcessCrew
 from gateway.control.worker import Worker
-from gateway.known import known_names
 from policies.core.clock import SystemClock
-from routing.heads import Heads
 from tests.support.gateway_client import Client
 
 #: What the gateway sends its heavy backend as credential.
@@ -157,12 +154,6 @@ class MovableClock(SystemClock):
         self._ahead += seconds
 
 
-@cache
-def shipped_heads() -> Heads:
-    """Read once: head files never change while tests run."""
-    return Heads.shipped()
-
-
 @dataclass(frozen=True)
 class Gateway:
     """One gateway that runs in this event loop."""
@@ -178,23 +169,19 @@ class Gateway:
 @asynccontextmanager
 async def gateway_here(config_path: Path, env: Mapping[str, str]) -> AsyncIterator[Gateway]:
     """What `gateway serve` runs, in this loop, on a clock that can be put forward."""
-    config = load_config(config_path, env)
-    clock, heads = MovableClock(), shipped_heads()
-    known, builtin = known_names(config, heads), builtin_policies(config)
-    store = PolicyStore.open(
-        config.policies_dir, known, clock, builtin, keep_folder(config.state_dir, config.policies_dir)
-    )
-    hub, port = InProcessHub(), WorkerPort("worker-1")
-    hub.attach(port)
-    worker = build_worker(config, store.current, heads, clock, port)
-    supervisor = Supervisor(config, store, clock, hub)
+    config = msgspec.structs.replace(load_config(config_path, env), workers=1)
+    clock = MovableClock()
+    supervisor = build_supervisor(config, clock)
+    crew = supervisor.crew
+    assert isinstance(crew, InProcessCrew)
     ready = asyncio.Event()
-    running = asyncio.create_task(supervisor.run(worker, lambda *_: ready.set()))
+    running = asyncio.create_task(supervisor.run(lambda *_: ready.set()))
     waiting = asyncio.create_task(ready.wait())
     await asyncio.wait((running, waiting), return_when=asyncio.FIRST_COMPLETED)
     waiting.cancel()
     if not ready.is_set():
         await running
+    worker = crew.worker
     host = "127.0.0.1"
     client = Client(f"http://{host}:{worker.bound_port}", f"http://{host}:{supervisor.admin_port}")
     try:
@@ -215,6 +202,7 @@ class GatewayProcess:
         self.errors = ""
         self.url = ""
         self.admin_url = ""
+        self._clients: list[Client] = []
         assert process.stdout is not None
         assert process.stderr is not None
         self._reading = [
@@ -259,7 +247,9 @@ class GatewayProcess:
                 await asyncio.sleep(0.01)
         told = self.events("ready")[0]
         self.url, self.admin_url = told["data"], f"http://{told['admin'].removeprefix('http://')}"
-        return Client(self.url, self.admin_url)
+        client = Client(self.url, self.admin_url)
+        self._clients.append(client)
+        return client
 
     def signal(self, number: signal.Signals = signal.SIGTERM) -> None:
         self._process.send_signal(number)
@@ -272,10 +262,21 @@ class GatewayProcess:
         return code
 
     async def kill(self) -> None:
-        """For the end of a test: whatever it does, it is over."""
+        """For the end of a test: whatever it and its own processes do, it is over."""
         if self._process.returncode is None:
+            inside = _children(self._process.pid)
             self._process.kill()
+            for pid in inside:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        for client in self._clients:
+            await client.aclose()
         await self.ended()
+
+
+def _children(pid: int) -> list[int]:
+    told = Path(f"/proc/{pid}/task/{pid}/children")
+    return [int(child) for child in told.read_text().split()] if told.exists() else []
 
 
 #: The fixtures `start` and `serve`.

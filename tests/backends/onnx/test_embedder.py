@@ -57,11 +57,12 @@ async def test_a_huge_text_is_read_in_bounded_time(embedder: MiniLmEmbedder, soo
     assert np.abs(huge - await embedder.embed(["cat " * 300 + "dog " * 300], soon)).max() < 1e-6
 
 
-async def test_unknown_share_counts_the_texts_own_tokens(embedder: MiniLmEmbedder) -> None:
-    assert embedder.unknown_share("tent boots") == 0
-    assert embedder.unknown_share("tent 今 boots 天") == 0.5
-    assert embedder.unknown_share("今天") == 1
-    assert embedder.unknown_share("") == 0
+async def test_unknown_share_counts_the_texts_own_tokens(embedder: MiniLmEmbedder, soon: Deadline) -> None:
+    assert await embedder.unknown_share("tent boots", soon) == 0
+    assert await embedder.unknown_share("tent 今 boots 天", soon) == 0.5
+    assert await embedder.unknown_share("tent 今 boots 天 " * 200, soon) == 0.5  # on the thread
+    assert await embedder.unknown_share("今天", soon) == 1
+    assert await embedder.unknown_share("", soon) == 0
 
 
 async def test_tokens_and_texts_embed_alike(embedder: MiniLmEmbedder, soon: Deadline) -> None:

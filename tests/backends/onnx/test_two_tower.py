@@ -105,8 +105,8 @@ class CountingEmbedder:
             raise LimitReached("full")
         return await self._inner.embed(asked, deadline)
 
-    def unknown_share(self, text: str) -> float:
-        return self._inner.unknown_share(text)
+    async def unknown_share(self, text: str, deadline: Deadline) -> float:
+        return await self._inner.unknown_share(text, deadline)
 
 
 async def test_each_distinct_text_is_embedded_once(

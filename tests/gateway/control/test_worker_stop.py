@@ -5,14 +5,18 @@ from pathlib import Path
 
 import structlog
 
-from gateway.app import build_worker, builtin_policies
+from msgspec.structs import replace
+
+from gateway.app import Surroundings, build_worker
 from gateway.config import load_config
 from gateway.control.hub import WorkerPort
-from gateway.control.policy_store import PolicyStore, keep_folder
+from gateway.control.sockets import bind_sockets, close_groups
+from gateway.control.start import Start
 from gateway.control.worker import Worker, WorkerParts
-from gateway.known import known_names
+from gateway.secret import Secret
 from policies.core.clock import SystemClock
-from tests.support.gateway import environment, shipped_heads, write_config
+from routing.heads import Heads
+from tests.support.gateway import environment, write_config
 
 
 class _Part:
@@ -31,12 +35,9 @@ class _Part:
 
 def _parts(tmp_path: Path) -> WorkerParts:
     config = load_config(write_config(tmp_path, "http://127.0.0.1:9"), environment(tmp_path))
-    clock, heads = SystemClock(), shipped_heads()
-    store = PolicyStore.open(
-        config.policies_dir, known_names(config, heads), clock, builtin_policies(config),
-        keep_folder(config.state_dir, config.policies_dir),
-    )  # fmt: skip
-    return build_worker(config, store.current, heads, clock, WorkerPort("worker-1"))._parts
+    config = replace(config, cache=replace(config.cache, secret=Secret("0123456789")))
+    surroundings = Surroundings(SystemClock(), WorkerPort("worker-1"))
+    return build_worker(Start(config), Heads.shipped(), surroundings)._parts
 
 
 async def test_a_part_that_cannot_be_closed_does_not_keep_the_rest_open(tmp_path: Path) -> None:
@@ -53,7 +54,9 @@ async def test_a_part_that_cannot_be_closed_does_not_keep_the_rest_open(tmp_path
         closers=(_Part(closed, "store", ValueError("no")), _Part(closed, "embedder")),
     )
     worker = Worker(broken)
-    await worker.start()
+    groups = bind_sockets("127.0.0.1", 0, 1)
+    await worker.start(groups[0])
+    close_groups(groups)
     with structlog.testing.capture_logs() as logs:
         await worker.stop()
     assert closed == ["heavy", "light", "cache", "store", "embedder"]

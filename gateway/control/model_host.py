@@ -1,0 +1,61 @@
+"""The process that runs the models for several workers: one batch, one order of urgency, one prefix cache, one reload.
+
+Workers reach it over a Unix socket (`backends.link`); to them its models are backends like any other. When it ends, their
+rungs are skipped until it is back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from backends.link.server import LinkServer
+from gateway.control.hub import Payload, WorkerPort
+from gateway.control.model_actions import offer_models
+from gateway.control.process import Life
+from gateway.control.start import Start
+from gateway.models import MODEL_KINDS, ModelSlots
+from gateway.observe.logs import LogObserver
+from gateway.observe.loop_lag import watch_loop_lag
+from gateway.observe.metric_store import Metrics
+from gateway.observe.metrics import MetricsObserver
+from policies.core.clock import Clock
+from policies.core.events import Observers
+
+
+def model_host_life(start: Start, port: WorkerPort, clock: Clock) -> Life:
+    """The life of the model host, with its actions at `port`."""
+    config = start.config
+    metrics = Metrics()
+    models = ModelSlots(config, clock, Observers([MetricsObserver(metrics), LogObserver(clock)]))
+    slots = {name: models.place(name, spec) for name, spec in config.backends.items() if spec.kind in MODEL_KINDS}
+    server = LinkServer(slots, models.embedder, clock)
+    tasks: list[asyncio.Task[None]] = []
+    offer_models(port, list(slots.values()))
+
+    async def answer_metrics(_payload: Payload) -> object:
+        return metrics.plain()
+
+    port.queries["metrics"] = answer_metrics
+
+    async def begin(_at_once: bool) -> None:
+        await server.start(Path(start.models_at))
+        tasks.extend(asyncio.create_task(slot.run(), name=f"model-{name}") for name, slot in slots.items())
+        tasks.append(asyncio.create_task(watch_loop_lag(metrics, clock), name="loop-lag"))
+        await asyncio.gather(*(slot.first_try() for slot in slots.values()))
+
+    async def stop(_replaced: bool) -> None:
+        await server.drain(config.drain_s)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await server.aclose()
+        for slot in slots.values():
+            await slot.aclose()
+        if models.embedder is not None:
+            await models.embedder.aclose()
+
+    def beat() -> Payload:
+        return {"in_flight": server.in_flight}
+
+    return Life(begin, stop, server.hurry, beat, lambda: metrics)

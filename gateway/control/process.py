@@ -1,0 +1,168 @@
+"""What the gateway's processes have in common: they meet the supervisor at the hub, begin when told, and end when told, or
+when there is no supervisor any more.
+
+    SIGTERM, or the supervisor is gone    a graceful end; a second SIGTERM no longer waits for what is under way
+    SIGINT, SIGHUP                        the supervisor's business
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from gateway.control.hub import Payload, WorkerPort
+from gateway.control.hub_client import HubClient, Who
+from gateway.control.reporter import publish_figures, report
+from gateway.control.start import Start, from_payload
+from gateway.observe import logs
+from gateway.observe.metric_store import Metrics
+from gateway.version import version
+from policies.core.clock import Clock
+
+_log = structlog.get_logger("gateway.process")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """How a process finds its supervisor."""
+
+    hub: Path
+    name: str
+    supervisor: int
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """What one kind of process does.
+
+    begin    start to serve; returns once everything has been tried that is to be there at the start; given whether nobody
+             else serves in this place, so that it should be seen at once
+    stop     the graceful end; given whether a successor has the place already
+    """
+
+    begin: Callable[[bool], Awaitable[None]]
+    stop: Callable[[bool], Awaitable[None]]
+    hurry: Callable[[], None]
+    beat: Callable[[], Payload]
+    metrics: Callable[[], Metrics]
+
+
+async def run_process(place: Place, clock: Clock, build: Callable[[Start, WorkerPort], Life]) -> None:
+    """From the first hello to the end. Raises OSError when there is no supervisor to say hello to."""
+    ending = _Ending()
+    ending.watch_signals()
+    hub = HubClient(place.hub, Who(place.name, os.getpid(), version()), clock, lambda: os.getppid() == place.supervisor)
+    payload = await _unless_asked(ending, hub.connect())
+    if payload is None:
+        return
+    start = from_payload(payload)
+    log = start.config.log
+    sink = logs.configure(log.level, human=log.format == "console", worker=place.name)
+    port = WorkerPort(place.name)
+    life = build(start, port)
+    life.metrics().source(sink.families)
+    ending.hurry = life.hurry
+    began: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+
+    async def begin(payload: Payload) -> None:
+        if not began.done():
+            began.set_result(payload["at_once"])
+
+    async def leave(_payload: Payload) -> None:
+        ending.replaced = True
+        ending.asked.set()
+
+    port.commands["begin"] = begin
+    port.commands["leave"] = leave
+    hub.serve(port)
+    tasks = [
+        asyncio.create_task(report(port, clock, life.beat, life.metrics), name="report"),
+        asyncio.create_task(_begin(began, life, port), name="begin"),
+        asyncio.create_task(ending.orphaned_by(hub), name="orphaned"),
+    ]
+    try:
+        await _until_asked(ending, tasks[1])
+        _log.info("stopping", **life.beat())
+        await life.stop(ending.replaced)
+        publish_figures(port, life.metrics())
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await hub.aclose()
+
+
+async def _unless_asked(ending: _Ending, connecting: Coroutine[Any, Any, Payload]) -> Payload | None:
+    """What a hello is answered with; None when the end is asked for before that."""
+    asked = asyncio.create_task(ending.asked.wait())
+    connected = asyncio.create_task(connecting)
+    await asyncio.wait((asked, connected), return_when=asyncio.FIRST_COMPLETED)
+    asked.cancel()
+    if connected.done():
+        return connected.result()
+    connected.cancel()
+    return None
+
+
+async def _begin(began: asyncio.Future[bool], life: Life, port: WorkerPort) -> None:
+    await life.begin(await began)
+    settle_garbage_collector()
+    port.publish("ready", {})
+    # The supervisor may have been away just then.
+    port.on_connected.append(lambda: port.publish("ready", {}))
+
+
+async def _until_asked(ending: _Ending, beginning: asyncio.Task[None]) -> None:
+    """Until the end is asked for. Raises what went wrong with the beginning."""
+    asked = asyncio.create_task(ending.asked.wait())
+    await asyncio.wait((asked, beginning), return_when=asyncio.FIRST_COMPLETED)
+    if beginning.done() and not asked.done():
+        beginning.result()
+        await asked
+    asked.cancel()
+
+
+class _Ending:
+    """When and how this process is to end."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+        self.replaced = False
+        self.hurry: Callable[[], None] = lambda: None
+        self._signalled = False
+
+    def watch_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, self._on_signal)
+        for number in (signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
+
+    def _on_signal(self) -> None:
+        if self._signalled:
+            self.hurry()
+        self._signalled = True
+        self.asked.set()
+
+    async def orphaned_by(self, hub: HubClient) -> None:
+        await hub.orphaned.wait()
+        _log.error("supervisor_gone", what_to_do="this process finishes what it has and ends; start the gateway again")
+        self.asked.set()
+
+
+def settle_garbage_collector() -> None:
+    """What start-up made stays for good: take it out of every later collection, and collect less often.
+
+    A request makes a few dozen short-lived containers; with the default thresholds the collector's share of a cached
+    answer is larger than the cache's.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)

@@ -1,0 +1,330 @@
+"""Workers as processes, with one model host for all of them.
+
+The listening sockets belong to this crew and stay open as long as it lives: one for each worker, all on one port
+(SO_REUSEPORT), and the kernel spreads connections over them. A worker accepts from its own; while it is down or silent its
+neighbours accept from it as well, so what waits in its queue is served by somebody. A successor accepts from the same socket
+before its predecessor stops.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from signal import Signals
+from typing import Any
+
+import structlog
+
+from gateway.config_sections import Config
+from gateway.control.crew import Agreement, CannotServeAtAll
+from gateway.control.facts import FactBoard
+from gateway.control.hub import Payload
+from gateway.control.hub_server import HubServer, Member
+from gateway.control.restarts import RestartRule
+from gateway.control.seat import Child, Process, Seat, SeatHooks
+from gateway.control.sockets import Group, bind_sockets, close_groups, descriptors, spec_of
+from gateway.control.start import Start, to_payload
+from gateway.control.worker import IDLE_LEAVE_S, LAME_DUCK_S
+from gateway.control.worker_actions import catch_up
+from gateway.models import in_process_models
+from gateway.observe.fleet import Fleet
+from gateway.observe.metric_store import Family
+from gateway.version import version
+from policies.core.clock import Clock
+
+_log = structlog.get_logger("gateway.supervisor")
+
+MODEL_HOST = "model-host"
+_LOOK_EVERY_S = 0.25
+#: Behind the drain limit: closing backends and caches, and leaving the interpreter.
+_GRACE_S = 5.0
+#: A worker that is still behind everybody else after this long is brought up to date again.
+_BEHIND_S = 2.0
+
+
+class ProcessCrew:
+    """Implements `Crew`. `random` gives 0..1, for the waits between restarts."""
+
+    def __init__(self, config: Config, clock: Clock, random: Callable[[], float]) -> None:
+        self._config = config
+        self._clock = clock
+        self._random = random
+        self.hub = HubServer(clock, version())
+        self.hub.on_hello, self.hub.on_lost, self.hub.absent = self._on_hello, self._on_lost, self._absent
+        self.hub.subscribe(self._on_published)
+        self._folder = Path()
+        self._sockets: list[Group] = []
+        self._agreement: Agreement | None = None
+        self._board: FactBoard | None = None
+        self._fleet = Fleet()
+        self._models_at = ""
+        self._host: Seat | None = None
+        self._workers: list[Seat] = []
+        self._restarting = asyncio.Lock()
+        self._looking: asyncio.Task[None] | None = None
+        self._behind_since: dict[str, float] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._looked_at = clock.now()
+
+    # --------------------------------------------------------------------------------------------------- life
+
+    @property
+    def data_port(self) -> int:
+        port: int = self._sockets[0][0].getsockname()[1]
+        return port
+
+    @property
+    def in_flight(self) -> int:
+        return sum(child.beat.get("in_flight", 0) for seat in self._workers for child in seat.children)
+
+    async def start(self, agreement: Agreement, board: FactBoard) -> None:
+        self._agreement, self._board = agreement, board
+        config = self._config
+        self._sockets = bind_sockets(config.listen.host, config.listen.port, config.workers)
+        # A short path: the system allows about a hundred characters. Only this user can look into the folder.
+        self._folder = Path(tempfile.mkdtemp(prefix="gateway-"))
+        await self.hub.listen(self._folder / "hub.sock")
+        if in_process_models(config):
+            self._models_at = str(self._folder / "models-1.sock")
+            self._host = self._seat(MODEL_HOST, self._launch_host)
+            await self._host.start()
+        for number in range(config.workers):
+            self._workers.append(self._seat(f"worker-{number + 1}", partial(self._launch_worker, number)))
+        for seat in self._workers:
+            await seat.start()
+        self._looking = asyncio.create_task(self._look(), name="look-after-processes")
+
+    @property
+    def _seats(self) -> list[Seat]:
+        return [*([self._host] if self._host is not None else []), *self._workers]
+
+    def _seat(self, name: str, launch: Callable[[str], Awaitable[Process]]) -> Seat:
+        hooks = SeatHooks(self._join, self._on_ready, self._on_down, self._on_gone)
+        return Seat(name, launch, hooks, RestartRule(self._random), self._clock)
+
+    async def _launch_host(self, name: str) -> Process:
+        return await self._launch("model-host", name)
+
+    async def _launch_worker(self, number: int, name: str) -> Process:
+        doors = ["--own", str(number), "--sockets", spec_of(self._sockets)]
+        return await self._launch("worker", name, doors, descriptors(self._sockets))
+
+    async def _launch(self, verb: str, name: str, more: Sequence[str] = (), fds: Sequence[int] = ()) -> Process:
+        return await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "gateway.cli.main", verb,
+            "--hub", str(self._folder / "hub.sock"), "--name", name, "--supervisor", str(os.getpid()), *more,
+            stdin=asyncio.subprocess.DEVNULL,
+            pass_fds=tuple(fds),
+            # A Ctrl-C at the terminal is the supervisor's to handle: it would end its processes before their time.
+            start_new_session=True,
+        )  # fmt: skip
+
+    async def ready(self) -> None:
+        children = [seat.current for seat in self._seats]
+        while not all(child is not None and child.ready.is_set() for child in children):
+            looping = [seat for seat in self._seats if seat.rule.looping]
+            if looping:
+                seat = looping[0]
+                raise CannotServeAtAll(
+                    f"{seat.name} ended {seat.rule.total} times before it was ready ({seat.reason}); "
+                    "its own last log lines say why"
+                )
+            await self._clock.sleep(0.01)
+            children = [seat.current for seat in self._seats]
+
+    def leave(self) -> None:
+        # The workers hold the sockets too, and close them when their queues are empty.
+        close_groups(self._sockets)
+        for seat in self._workers:
+            seat.begin_stop()
+
+    def hurry(self) -> None:
+        for seat in self._workers:
+            for child in seat.children:
+                child.signal(Signals.SIGTERM)
+
+    async def stop(self) -> None:
+        if self._looking is not None:
+            self._looking.cancel()
+            await asyncio.gather(self._looking, return_exceptions=True)
+        self.leave()
+        limit_s = LAME_DUCK_S + self._config.drain_s + _GRACE_S
+        await asyncio.gather(*(seat.stopped(limit_s) for seat in self._workers))
+        if self._host is not None:
+            # Nobody is left to ask it anything.
+            self._host.begin_stop()
+            await self._host.stopped(_GRACE_S)
+        for task in tuple(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.hub.aclose()
+        if self._folder != Path():
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    # --------------------------------------------------------------------------------------------- rolling restart
+
+    async def restart(self, config: Config) -> list[str]:
+        async with self._restarting:
+            self._config = config
+            problems: list[str] = []
+            host_before = await self._new_host(problems) if self._host is not None else None
+            for seat in self._workers:
+                try:
+                    old = await seat.succeed()
+                except (RuntimeError, OSError) as error:
+                    # The others would end in the same way: keep what works.
+                    problems.append(f"{seat.name} was not replaced: {error}")
+                    break
+                if old is not None and old.member is not None:
+                    await old.member.ask("command", "leave", {})
+                    await seat.ended(old, self._config.drain_s + IDLE_LEAVE_S + _GRACE_S)
+            if host_before is not None and self._host is not None:
+                host_before.signal(Signals.SIGTERM)
+                await self._host.ended(host_before, self._config.drain_s + _GRACE_S)
+            return problems
+
+    async def _new_host(self, problems: list[str]) -> Child | None:
+        """A second host beside the first, for the workers to come: nobody is without models at any moment."""
+        assert self._host is not None
+        before = self._models_at
+        stem, _, number = before.removesuffix(".sock").rpartition("-")
+        self._models_at = f"{stem}-{int(number) + 1}.sock"
+        try:
+            return await self._host.succeed()
+        except (RuntimeError, OSError) as error:
+            self._models_at = before
+            problems.append(f"the model host was not replaced: {error}")
+            return None
+
+    # ------------------------------------------------------------------------------------------- from the processes
+
+    def _child(self, pid: int) -> tuple[Seat, Child] | None:
+        return next(((seat, child) for seat in self._seats for child in seat.children if child.pid == pid), None)
+
+    def _on_hello(self, member: Member) -> Payload | None:
+        found = self._child(member.pid)
+        if found is None or self._agreement is None or self._board is None:
+            return None
+        _, child = found
+        again, child.member = child.member, member
+        child.connected.set()
+        if again is not None:
+            # It had lost its connection, and may have missed something.
+            self._spawn(self._rejoin(child))
+        start = Start(self._config, self._agreement.standing, self._models_at, self._board.known())
+        return to_payload(start)
+
+    async def _rejoin(self, child: Child) -> None:
+        assert child.member is not None
+        await child.member.offered.wait()
+        await self._bring_up_to_date(child)
+
+    def _on_lost(self, member: Member) -> None:
+        """The end of a connection says nothing about the process: that is watched by itself."""
+
+    async def _join(self, child: Child) -> None:
+        await self._bring_up_to_date(child)
+        assert child.member is not None
+        ack = await child.member.ask("command", "begin", {"at_once": child.first})
+        if ack.error:
+            raise RuntimeError(ack.error)
+
+    async def _bring_up_to_date(self, child: Child) -> None:
+        """Give a process what it may have missed, and count it in. Under the lock: no change is half way."""
+        assert self._agreement is not None
+        member = child.member
+        assert member is not None
+        async with self._agreement.changing:
+            for name, payload in catch_up(self._agreement.standing):
+                if name in member.commands:
+                    ack = await member.ask("command", name, payload)
+                    if ack.error:
+                        raise RuntimeError(f"{name}: {ack.error}")
+            member.joined = True
+
+    def _on_published(self, process: str, topic: str, payload: Payload) -> None:
+        child = self._named(process)
+        if child is None:
+            return
+        if topic == "beat":
+            child.beat = payload
+        elif topic == "ready":
+            child.ready.set()
+        elif topic == "metrics":
+            self._fleet.heard(process, payload["families"])
+
+    def _named(self, process: str) -> Child | None:
+        return next((child for seat in self._seats for child in seat.children if child.name == process), None)
+
+    def _on_ready(self, seat: Seat, child: Child) -> None:
+        if seat is not self._host:
+            self._spawn(self.hub.command("listen.release", {"number": self._workers.index(seat)}))
+
+    def _on_down(self, seat: Seat) -> None:
+        if seat is not self._host:
+            self._spawn(self.hub.command("listen.adopt", {"number": self._workers.index(seat)}))
+
+    def _on_gone(self, child: Child) -> None:
+        self._fleet.ended(child.name)
+        if self._board is not None:
+            self._board.gone(child.name)
+
+    def _spawn(self, what: Any) -> None:
+        task = asyncio.ensure_future(what)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _look(self) -> None:
+        while True:
+            await self._clock.sleep(_LOOK_EVERY_S)
+            now = self._clock.now()
+            late_s, self._looked_at = now - self._looked_at - _LOOK_EVERY_S, now
+            if late_s > 1.0:
+                # It was this process that stood still (a paused machine): silence says nothing now.
+                for member in self.hub.members:
+                    member.heard_at = now
+                continue
+            for seat in self._seats:
+                seat.look()
+                self._catch_up_if_behind(seat, now)
+
+    def _catch_up_if_behind(self, seat: Seat, now: float) -> None:
+        """A command that a silent worker missed must not be missed for good."""
+        assert self._agreement is not None
+        child = seat.current
+        if child is None or child.stuck or seat is self._host or self._agreement.changing.locked():
+            return
+        if self._restarting.locked():
+            # Who is about to go need not learn what is for those who come.
+            return
+        if child.beat.get("generation", 0) == self._agreement.standing.generation or not child.ready.is_set():
+            self._behind_since.pop(child.name, None)
+        elif now - self._behind_since.setdefault(child.name, now) > _BEHIND_S:
+            self._behind_since[child.name] = now
+            _log.warning("worker_behind", worker=child.name)
+            self._spawn(self._bring_up_to_date(child))
+
+    # ---------------------------------------------------------------------------------------------------- figures
+
+    def _absent(self) -> dict[str, str]:
+        return {
+            seat.name: f"it is not there ({seat.reason or 'starting'}); it begins with what is in force then"
+            for seat in self._workers
+            if seat.current is None or seat.current.member is None or not seat.current.member.joined
+        }
+
+    async def families(self) -> Mapping[str, list[Family]]:
+        for ack in await self.hub.query("metrics", {}):
+            # One that has ended meanwhile has been counted already.
+            if not ack.error and self._named(ack.worker) is not None:
+                self._fleet.heard(ack.worker, ack.value)
+        return self._fleet.families()
+
+    def status(self) -> list[dict[str, Any]]:
+        return [seat.status() for seat in self._seats]

@@ -1,0 +1,30 @@
+"""What a process publishes by itself: that it lives, four times a second, and its figures, once a second.
+
+The figures are for the moment when it can no longer be asked: what a killed worker had counted is not lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from gateway.control.hub import Payload, WorkerPort
+from gateway.observe.metric_store import Metrics
+from policies.core.clock import Clock
+
+BEAT_EVERY_S = 0.25
+_BEATS_PER_FIGURES = 4
+
+
+async def report(port: WorkerPort, clock: Clock, beat: Callable[[], Payload], metrics: Callable[[], Metrics]) -> None:
+    """Publish until cancelled."""
+    count = 0
+    while True:
+        port.publish("beat", beat())
+        if count % _BEATS_PER_FIGURES == 0:
+            publish_figures(port, metrics())
+        count += 1
+        await clock.sleep(BEAT_EVERY_S)
+
+
+def publish_figures(port: WorkerPort, metrics: Metrics) -> None:
+    port.publish("metrics", {"families": metrics.plain()})

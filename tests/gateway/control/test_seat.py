@@ -1,0 +1,219 @@
+"""A place for a process: filled again when it empties, handed over, given up by the silent."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import signal
+
+import pytest
+
+from gateway.control.hub_server import HubServer, Member
+from gateway.control.restarts import RestartRule
+from gateway.control.seat import KILL_SILENT_S, Child, Seat, SeatHooks
+from policies.core.clock import FakeClock
+from tests.support.waiting import until
+
+
+class FakeProcess:
+    """A process that does what a test says."""
+
+    pids = itertools.count(1000)
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.pid = next(self.pids)
+        self.signals: list[int] = []
+        self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    async def wait(self) -> int:
+        return await asyncio.shield(self._ended)
+
+    def send_signal(self, number: int) -> None:
+        if self._ended.done():
+            raise ProcessLookupError
+        self.signals.append(number)
+        if number == signal.SIGKILL:
+            self.end(-number)
+
+    def end(self, code: int = 1) -> None:
+        if not self._ended.done():
+            self._ended.set_result(code)
+
+
+class Rig:
+    """A seat, the processes it launched, and what its crew was told."""
+
+    def __init__(self) -> None:
+        self.clock = FakeClock()
+        self.hub = HubServer(self.clock, "1.2")
+        self.processes: list[FakeProcess] = []
+        self.told: list[str] = []
+        self.refuse_launch = False
+        hooks = SeatHooks(
+            self._join,
+            lambda _seat, child: self.told.append(f"ready {child.name}"),
+            lambda _seat: self.told.append("down"),
+            lambda child: self.told.append(f"gone {child.name}"),
+        )
+        self.seat = Seat("worker-1", self._launch, hooks, RestartRule(lambda: 0.5), self.clock)
+
+    async def _launch(self, name: str) -> FakeProcess:
+        if self.refuse_launch:
+            raise OSError(12, "Cannot allocate memory")
+        self.processes.append(FakeProcess(name))
+        return self.processes[-1]
+
+    async def _join(self, child: Child) -> None:
+        self.told.append(f"join {child.name}")
+
+    def come_up(self, child: Child) -> None:
+        """The process says hello, offers itself, and is ready."""
+        child.member = Member(self.hub, self.clock)
+        child.member.name = child.name
+        child.member.offered.set()
+        child.connected.set()
+        child.ready.set()
+
+    async def serving(self) -> Child:
+        child = await self.seat.start()
+        self.come_up(child)
+        await until(lambda: f"ready {child.name}" in self.told)
+        return child
+
+    async def close(self) -> None:
+        self.seat.begin_stop()
+        for process in self.processes:
+            process.end(0)
+        await self.seat.stopped(1.0)
+
+
+@pytest.fixture
+async def rig():
+    rig = Rig()
+    yield rig
+    await rig.close()
+
+
+async def test_a_process_that_ends_is_replaced_at_once_the_first_time(rig):
+    child = await rig.serving()
+    assert rig.seat.status()["state"] == "serving"
+    rig.processes[0].end(-9)
+    await until(lambda: len(rig.processes) == 2)
+    assert rig.processes[1].name == "worker-1.2"
+    assert rig.told[-2:] == [f"gone {child.name}", "down"]
+    assert rig.seat.status()["state"] == "starting"
+    assert "SIGKILL" in rig.seat.status()["reason"]
+
+
+async def test_the_second_short_life_waits(rig):
+    await rig.serving()
+    rig.processes[0].end()
+    await until(lambda: len(rig.processes) == 2)
+    rig.processes[1].end()
+    await until(lambda: rig.seat.current is None)
+    assert rig.seat.status()["again_in_s"] == 0.5
+    assert len(rig.processes) == 2
+    rig.clock.advance(0.5)
+    await until(lambda: len(rig.processes) == 3)
+
+
+async def test_a_crash_loop_is_told_and_does_not_end_the_tries(rig):
+    await rig.seat.start()
+    for count in range(1, 8):
+        rig.processes[-1].end()
+        await until(lambda: rig.seat.current is None or len(rig.processes) > count)
+        rig.clock.advance(31.0)
+        await until(lambda: len(rig.processes) == count + 1)
+    assert rig.seat.status()["crash_loop"]
+    assert rig.seat.status()["ended"] == 7
+
+
+async def test_what_cannot_be_launched_is_tried_again(rig):
+    await rig.serving()
+    rig.refuse_launch = True
+    rig.processes[0].end()
+    await until(lambda: "cannot be started" in rig.seat.reason)
+    assert "Cannot allocate memory" in rig.seat.reason
+    rig.refuse_launch = False
+    rig.clock.advance(60.0)
+    await until(lambda: len(rig.processes) == 2)
+
+
+async def test_a_silent_process_counts_as_down_comes_back_or_is_killed(rig):
+    child = await rig.serving()
+    rig.clock.advance(2.0)
+    rig.seat.look()
+    rig.seat.look()
+    assert rig.told.count("down") == 1
+    assert rig.seat.status()["state"] == "stuck"
+    child.member.heard_at = rig.clock.now()
+    rig.seat.look()
+    assert rig.told[-1] == f"ready {child.name}"
+    assert rig.seat.status()["state"] == "serving"
+    assert rig.processes[0].signals == []
+    rig.clock.advance(KILL_SILENT_S + 0.1)
+    rig.seat.look()
+    assert rig.processes[0].signals == [signal.SIGKILL]
+    await until(lambda: len(rig.processes) == 2)
+
+
+async def test_a_process_that_cannot_join_is_killed(rig):
+    await rig.seat.start()
+    child = rig.seat.current
+
+    async def refuse(_child):
+        raise RuntimeError("policies.prepare: ValueError: no")
+
+    rig.seat._hooks = SeatHooks(refuse, *[getattr(rig.seat._hooks, name) for name in ("ready", "down", "gone")])
+    rig.come_up(child)
+    await until(lambda: rig.processes[0].signals == [signal.SIGKILL])
+    await until(lambda: len(rig.processes) == 2)
+
+
+async def test_a_successor_takes_the_seat_when_it_is_ready(rig):
+    first = await rig.serving()
+    succeeding = asyncio.create_task(rig.seat.succeed())
+    await until(lambda: len(rig.processes) == 2)
+    assert rig.seat.current is first
+    rig.come_up(rig.seat._candidate)
+    assert await succeeding is first
+    assert rig.seat.current.name == "worker-1.2"
+    assert rig.seat.status()["leaving"] == ["worker-1"]
+    rig.processes[0].end(0)
+    assert await rig.seat.ended(first, 1.0)
+    await until(lambda: rig.seat.leaving == [])
+    assert rig.seat.status()["ended"] == 0
+    assert len(rig.processes) == 2
+
+
+async def test_a_successor_that_fails_changes_nothing(rig):
+    first = await rig.serving()
+    succeeding = asyncio.create_task(rig.seat.succeed())
+    await until(lambda: len(rig.processes) == 2)
+    rig.processes[1].end(3)
+    with pytest.raises(RuntimeError, match="worker-1.2 ended with 3 before it was ready"):
+        await succeeding
+    assert rig.seat.current is first
+    assert rig.seat.status()["state"] == "serving"
+
+
+async def test_who_ends_while_its_successor_starts_leaves_the_seat_to_it(rig):
+    await rig.serving()
+    succeeding = asyncio.create_task(rig.seat.succeed())
+    await until(lambda: len(rig.processes) == 2)
+    rig.processes[0].end(-9)
+    await until(lambda: rig.seat.current is None)
+    rig.come_up(rig.seat._candidate)
+    assert await succeeding is None
+    assert rig.seat.current.name == "worker-1.2"
+    assert len(rig.processes) == 2
+
+
+async def test_stopping_launches_nothing_and_kills_who_does_not_end(rig):
+    await rig.serving()
+    rig.seat.begin_stop()
+    assert rig.processes[0].signals == [signal.SIGTERM]
+    await rig.seat.stopped(0.01)
+    assert rig.processes[0].signals == [signal.SIGTERM, signal.SIGKILL]
+    assert len(rig.processes) == 1
