@@ -207,6 +207,10 @@ class Guarded:
             BreakerChanged(backend=self.info.name, before=before.value, after=after.value, reason=reason)
         )
 
+    def status(self) -> dict[str, object]:
+        """For people."""
+        return {"breaker": self.breaker.state.value, "in_use": self.limiter.in_use, "limit": self.limiter.limit}
+
     def __repr__(self) -> str:
         return f"Guarded({self.limiter!r} -> {self.breaker!r} -> {self._backend!r})"
 

@@ -14,10 +14,10 @@ from msgspec.structs import replace
 from backends.api import Backend, BackendInfo, Surface
 from backends.guarded import Guarded, GuardOptions
 from backends.http_transport import HttpOptions
+from backends.link.client import ModelLink
 from backends.oip_http import OipBackend
 from backends.openai_http import OpenAIBackend
-from backends.link.client import ModelLink
-from backends.slot import ModelPlace, Slot
+from backends.slot import ModelPlace
 from cache.redis import RedisOptions, RedisStore
 from cache.result import ResultCache
 from cache.single_flight import Flights

@@ -129,11 +129,15 @@ def list_backends(admin: AdminUrl = "", as_json: Json = False) -> None:
     if as_json:
         print(json.dumps(told, indent=2))
         return
-    table = Table("worker", "backend", "role", "model", "ready", "guard")
+    table = Table("worker", "backend", "role", "model", "ready", "breaker", "in use", "fingerprint")
     for worker, backends in _answers(told):
         for item in backends:
             ready = "yes" if item["ready"] else item["reason"]
-            table.add_row(worker, item["name"], item["role"], item["model"], ready, item["guard"])
+            used = f"{item.get('in_use', '')}/{item.get('limit', '')}"
+            table.add_row(
+                worker, item["name"], item["role"], item["model"], ready, item.get("breaker", ""), used,
+                item["fingerprint"][:12],
+            )  # fmt: skip
     Console().print(table)
 
 

@@ -54,5 +54,8 @@ def _run(place: Place, build: Callable[[Start, WorkerPort], Life]) -> None:
     try:
         uvloop.run(run_process(place, SystemClock(), build))
     except (ConnectionError, FileNotFoundError) as error:
-        print(f"gateway {place.name}: no supervisor at its socket ({error}); it is started by `gateway serve`", file=sys.stderr)
+        print(
+            f"gateway {place.name}: no supervisor at its socket ({error}); it is started by `gateway serve`",
+            file=sys.stderr,
+        )
         raise typer.Exit(1) from None

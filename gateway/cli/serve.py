@@ -44,7 +44,9 @@ def serve(
     ] = None,
     workers: Annotated[
         Optional[int],  # noqa: UP045
-        typer.Option("--workers", min=1, max=MOST_WORKERS, help="Processes that answer [`workers` of the file, else 1]."),
+        typer.Option(
+            "--workers", min=1, max=MOST_WORKERS, help="Processes that answer [`workers` of the file, else 1]."
+        ),
     ] = None,
     with_stand_in: Annotated[
         bool, typer.Option(help="Also run a stand-in heavy backend, unless `heavy` is another service.")

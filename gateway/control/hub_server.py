@@ -169,7 +169,9 @@ class HubServer:
         members = [member for member in self.members if member.joined and name in member.commands]
         acks = await asyncio.gather(*(member.ask("command", name, payload) for member in members))
         reached = {ack.worker for ack in acks}
-        missing = [Ack(worker, error=why, reached=False) for worker, why in self.absent().items() if worker not in reached]
+        missing = [
+            Ack(worker, error=why, reached=False) for worker, why in self.absent().items() if worker not in reached
+        ]
         return sorted([*acks, *missing], key=lambda ack: ack.worker)
 
     async def query(self, name: str, payload: Payload) -> list[Ack]:

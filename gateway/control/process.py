@@ -8,6 +8,7 @@ when there is no supervisor any more.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
 import signal
@@ -98,6 +99,15 @@ async def run_process(place: Place, clock: Clock, build: Callable[[Start, Worker
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await hub.aclose()
+        if hub.orphaned.is_set():
+            _tidy(place.hub)
+
+
+def _tidy(hub: Path) -> None:
+    """Nobody else takes away the socket of a supervisor that was killed; the last process also takes its folder."""
+    with contextlib.suppress(OSError):
+        hub.unlink(missing_ok=True)
+        hub.parent.rmdir()
 
 
 async def _unless_asked(ending: _Ending, connecting: Coroutine[Any, Any, Payload]) -> Payload | None:

@@ -21,7 +21,9 @@ def taken_up(before: Config, now: Config) -> tuple[Config, list[str]]:
     config = replace(now, **{name: getattr(before, name) for name in FIXED})
     if config.workers > 1 and bool(in_process_models(before)) != bool(in_process_models(config)):
         kept = {"models": before.models, "backends": before.backends}
-        notes.append("models inside the gateway come or go; backends are taken up when the whole gateway is started anew")
+        notes.append(
+            "models inside the gateway come or go; backends are taken up when the whole gateway is started anew"
+        )
         config = replace(config, **kept)
     if now.cache.secret is None:
         config = replace(config, cache=replace(now.cache, secret=before.cache.secret))

@@ -1,8 +1,8 @@
 """The supervisor: owns policies, keys, the admin listener and the workers' lives. It speaks to workers through the hub only.
 
-    SIGTERM, SIGINT    graceful end; a second one no longer waits for what is under way
-    SIGHUP             gateway.yaml is read again, and every process is replaced by a new one, one after another; no
-                       request is dropped. A file with a mistake changes nothing.
+SIGTERM, SIGINT    graceful end; a second one no longer waits for what is under way
+SIGHUP             gateway.yaml is read again, and every process is replaced by a new one, one after another; no
+                   request is dropped. A file with a mistake changes nothing.
 """
 
 from __future__ import annotations
@@ -140,7 +140,9 @@ class Supervisor:
 
     def admin(self) -> web.Application:
         access = AdminAccess(self._config.admin.token, self._config.admin.view_token)
-        return admin_app(self.crew, access, AdminActions(self.reload_policies, self.restart_workers), self._own_families)
+        return admin_app(
+            self.crew, access, AdminActions(self.reload_policies, self.restart_workers), self._own_families
+        )
 
     def _own_families(self) -> list[Any]:
         return [*self.metrics.families(), *process_families(self.crew.status())]
@@ -233,7 +235,9 @@ class Supervisor:
             refused = {ack.worker: ack.error for ack in acks if ack.refused}
             if refused:
                 for worker, error in refused.items():
-                    _log.error("policies_not_swapped", worker=worker, error=error, in_force="the ones before, everywhere")
+                    _log.error(
+                        "policies_not_swapped", worker=worker, error=error, in_force="the ones before, everywhere"
+                    )
                 return refused
             agreement.standing = standing
             acks = await hub.command("policies.commit", {"generation": standing.generation})

@@ -110,6 +110,7 @@ class WorkerActions:
         told = []
         for name, backend in self._parts.backends.items():
             info, health = backend.info, await backend.health()
+            guard = backend.status() if isinstance(backend, Guarded) else {}
             told.append(
                 {
                     "name": name,
@@ -119,7 +120,8 @@ class WorkerActions:
                     "surfaces": sorted(info.capabilities.surfaces),
                     "ready": health.ready,
                     "reason": health.reason,
-                    "guard": repr(backend) if isinstance(backend, Guarded) else "",
+                    **guard,
+                    "guard": repr(backend),
                 }
             )
         return told

@@ -54,6 +54,11 @@ class ConcurrencyLimiter:
     def in_use(self) -> int:
         return self._in_use
 
+    @property
+    def limit(self) -> int:
+        """How many there may be now."""
+        return self._limit.current
+
     def acquire(self) -> LimitPermit:
         """A permit for one call. Raises LimitReached."""
         if self._in_use >= self._limit.current:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -208,6 +209,14 @@ def own_cpu_s(pid: int) -> float:
         return time.clock_gettime((~pid << 3) | 2)
     except OSError:
         return 0.0
+
+
+def pin(pids: Iterable[int], cores: set[int]) -> None:
+    """Let processes run on these cores only, with all the threads that they have now or make later. A process may end meanwhile."""
+    for pid in pids:
+        for thread in Path(f"/proc/{pid}/task").glob("*"):
+            with contextlib.suppress(ProcessLookupError):
+                os.sched_setaffinity(int(thread.name), cores)
 
 
 def core_times() -> list[tuple[float, float]]:

@@ -2,8 +2,9 @@
 and what the model host adds.
 
 Runs of one and of two workers take turns (A B A B ...), each pair gives one ratio, and the median of the ratios is what
-counts: both of a pair had the same minute of a noisy machine. Unlike in the front bench nothing but load generator and
-upstream has a core of its own: the gateway's processes go where the system puts them, as they do in earnest.
+counts: both of a pair had the same minute of a noisy machine. Load generator and upstream have one core, and the gateway's
+processes go where the system puts them, as they do in earnest: what a second worker brings is what those two leave of their
+core. What it costs is seen when both gateways have one core only, the same, and are the limit there.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import asyncio
 import os
 import shutil
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,13 +22,23 @@ import msgspec
 from gateway.load.bench import crews, targets
 from gateway.load.bench.bare import CHAT_PATH
 from gateway.load.bench.closed import ClosedLoop
-from gateway.load.bench.crews import SLOW, Crew, busy_shares, core_times, own_cpu_s
+from gateway.load.bench.crews import SLOW, Crew, busy_shares, core_times, own_cpu_s, pin
 from gateway.load.bench.generator import Generator, body
 from gateway.load.bench.model_pairs import Added, Pairs, check_models, texts, vectors
 from gateway.load.bench.processes import BenchError, Stage
 from gateway.load.bench.slow_upstream import SlowUpstream
 from gateway.load.bench.steady import Kind, SteadyLoad
-from gateway.load.bench.workers_report import Found, Idle, Run, Setting, Steadily, WorkersReport, make_report
+from gateway.load.bench.workers_report import (
+    PATHS,
+    Found,
+    Idle,
+    Run,
+    RunPair,
+    Setting,
+    Steadily,
+    WorkersReport,
+    make_report,
+)
 from gateway.load.bench.wrk import Wrk
 
 _CONNECTIONS = 32
@@ -55,7 +66,7 @@ class WorkersOptions:
 
 def quicker(options: WorkersOptions) -> WorkersOptions:
     """The same in less than a minute, saying what it leaves out."""
-    short = replace(options, rounds=2, seconds=1.0, idle_s=3.0, restarts=1, blocks=20)
+    short = replace(options, rounds=2, seconds=1.0, idle_s=2.5, restarts=1, blocks=16)
     changes = (
         f"{short.rounds} rounds of {short.seconds:g} s instead of {options.rounds} of {options.seconds:g} s",
         f"{short.restarts} restart and end instead of {options.restarts}",
@@ -63,6 +74,22 @@ def quicker(options: WorkersOptions) -> WorkersOptions:
         f"{short.blocks} blocks of requests to the models instead of {options.blocks}",
     )
     return replace(short, shortened=", ".join(changes))
+
+
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """A gateway with the processes that its supervisor has."""
+
+    crew: Crew
+    pids: list[int]
+
+    @property
+    def all_pids(self) -> list[int]:
+        return [self.crew.server.pid, *self.pids]
+
+    def cpu_s(self) -> list[float]:
+        """Processor seconds so far, the supervisor first."""
+        return [own_cpu_s(pid) for pid in self.all_pids]
 
 
 class Workers:
@@ -88,8 +115,7 @@ class Workers:
         one, two = await asyncio.gather(*(crews.start_crew(stage, count, upstream.url, slow) for count in (1, 2)))
         for crew in (one, two):
             await crews.warm(crew)
-        hits = await self._pairs(generator, one, two, "hit")
-        misses = await self._pairs(generator, one, two, "miss")
+        pairs = await self._ratios(generator, [_Side(crew, [*(await crew.pids()).values()]) for crew in (one, two)])
         idle = await self._idle(one, two)
         one.server.end()
         restarts = [await self._restart(two) for _ in range(options.restarts)]
@@ -108,29 +134,49 @@ class Workers:
             shortened=options.shortened,
             notes=_notes(stage, wrk),
         )
-        return make_report(setting, Found(hits, misses, idle, restarts, stops, scores, embeddings))
+        return make_report(setting, Found(pairs, idle, restarts, stops, scores, embeddings))
 
     # ------------------------------------------------------------------------------------------ one and two workers
 
-    async def _pairs(self, generator: Generator, one: Crew, two: Crew, path: str) -> list[tuple[Run, Run]]:
-        for crew in (one, two):
-            await generator.measure(crew.server, crew.url, _CONNECTIONS, 1.0, path == "miss")
-        return [
-            (await self._measure(generator, one, path), await self._measure(generator, two, path))
-            for _ in range(self._options.rounds)
-        ]
+    async def _ratios(self, generator: Generator, sides: Sequence[_Side]) -> list[RunPair]:
+        """Pairs of both paths, on all cores; and half as many on one core that nobody else is to use."""
+        pairs = []
+        for path in PATHS:
+            for side in sides:
+                # Connections, caches and code paths are warm before anything counts.
+                await generator.measure(side.crew.server, side.crew.url, _CONNECTIONS, 1.0, path == "miss")
+            pairs += [await self._pair(generator, sides, path, one_core=False) for _ in range(self._options.rounds)]
+        if self._stage.pinned:
+            everywhere = os.sched_getaffinity(0)
+            pin([pid for side in sides for pid in side.all_pids], {self._stage.server_core})
+            for path in PATHS:
+                again = max(1, self._options.rounds // 2)
+                pairs += [await self._pair(generator, sides, path, one_core=True) for _ in range(again)]
+            pin([pid for side in sides for pid in side.all_pids], everywhere)
+        return pairs
 
-    async def _measure(self, generator: Generator, crew: Crew, path: str) -> Run:
-        cores, cpu_s, begin = core_times(), own_cpu_s(crew.server.pid), self._clock.now()
-        unique = path == "miss"
-        measured = await generator.measure(crew.server, crew.url, _CONNECTIONS, self._options.seconds, unique)
-        if measured.failed:
-            raise BenchError(
-                f"{measured.failed} of the requests to {crew.server.name} failed; no ratio can be made of it"
-            )
-        share = (own_cpu_s(crew.server.pid) - cpu_s) / (self._clock.now() - begin) if crew.workers > 1 else None
-        run = Run(crew.workers, path, measured, busy_shares(cores, core_times()), share)
-        self._say(f"{path}, {crew.workers} workers: {measured.requests_per_s:,.0f} req/s, p50 {measured.p50_ms:.3f} ms")
+    async def _pair(self, generator: Generator, sides: Sequence[_Side], path: str, *, one_core: bool) -> RunPair:
+        one, two = [await self._measure(generator, side, path, one_core) for side in sides]
+        return one, two
+
+    async def _measure(self, generator: Generator, side: _Side, path: str, one_core: bool) -> Run:
+        crew, seconds = side.crew, max(1, round(self._options.seconds))
+        cores, cpu_s, begin = core_times(), side.cpu_s(), self._clock.now()
+        measured = await generator.measure(crew.server, crew.url, _CONNECTIONS, seconds, path == "miss")
+        used_s = [after - before for before, after in zip(cpu_s, side.cpu_s(), strict=True)]
+        run = Run(
+            workers=crew.workers,
+            path=path,
+            one_core=one_core,
+            measured=measured,
+            cpu_us=sum(used_s) * 1e6 / max(1.0, measured.requests_per_s * seconds),
+            cores=busy_shares(cores, core_times()),
+            supervisor_share=used_s[0] / (self._clock.now() - begin) if crew.workers > 1 else None,
+        )
+        where = "one core" if one_core else "all cores"
+        self._say(
+            f"{path}, {crew.workers} workers on {where}: {measured.requests_per_s:,.0f} req/s, {run.cpu_us:.0f} us each"
+        )
         return run
 
     async def _idle(self, one: Crew, two: Crew) -> Idle:

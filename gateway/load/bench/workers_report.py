@@ -16,31 +16,37 @@ from gateway.load.bench.goals import Goal, exit_code, goal_line
 from gateway.load.bench.model_pairs import Added
 from gateway.load.stats import median
 
+PATHS = ("hit", "miss")
 #: Fewer requests than this under way through a restart or an end say nothing about dropped ones.
 ENOUGH_REQUESTS = 100
 #: With more cores than this taken by others, waiting for one's turn is measured.
 OTHER_WORK = 0.25
 
-SHARED_CORES = (
-    "no target: load generator and upstream need a core of their own, so a second worker gets what they leave of it; "
-    "processor time a request says what more workers cost"
-)
+SHARED_CORES = "no target: load generator and upstream need a core, and a second worker gets what they leave of it"
 UNANSWERED = (
     "counted: everything that a client sent and that was not answered in full with 200, also on a connection that the "
     "gateway closed at that moment. Not counted: connections refused after it had stopped listening"
 )
 
 
-class Run(msgspec.Struct, frozen=True):
+class Run(msgspec.Struct, frozen=True, kw_only=True):
     """One run of the generator. `cores` = how busy each core of the machine was, whoever kept it busy."""
 
     workers: int
-    #: "hit" or "miss".
+    #: One of PATHS.
     path: str
+    #: Did all of the gateway's processes share one core, which load generator and upstream left alone?
+    one_core: bool
     measured: Measured
+    #: Processor time of all the gateway's processes, in microseconds a request; 0 where it is not known.
+    cpu_us: float
     cores: list[float]
     #: The supervisor's share of a core; None with one worker, where it is the same process.
     supervisor_share: float | None
+
+
+#: With one worker and with two.
+RunPair = tuple[Run, Run]
 
 
 class Idle(msgspec.Struct, frozen=True):
@@ -88,7 +94,7 @@ class WorkersReport(Setting, frozen=True, kw_only=True):
     #: Requests a second with two workers, over those with one.
     hit_2_to_1: float
     miss_2_to_1: float
-    #: The same of processor seconds a request, all of the gateway's processes together; None where it is not known.
+    #: The same of processor time a request, all of the gateway's processes together on one core; None where it is not known.
     hit_cpu_2_to_1: float | None
     miss_cpu_2_to_1: float | None
     #: Shares of a core: the supervisor under load, a worker without any, and their sum.
@@ -118,10 +124,9 @@ class WorkersReport(Setting, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """All that was measured. Pairs are of one worker and of two."""
+    """All that was measured."""
 
-    hits: list[tuple[Run, Run]]
-    misses: list[tuple[Run, Run]]
+    pairs: list[RunPair]
     idle: Idle
     restarts: list[Steadily]
     stops: list[Steadily]
@@ -131,16 +136,17 @@ class Found:
 
 def make_report(setting: Setting, found: Found) -> WorkersReport:
     """The figures of what was found, judged."""
-    runs = [run for pair in (*found.hits, *found.misses) for run in pair]
+    runs = [run for pair in found.pairs for run in pair]
+    hits, misses = ([pair for pair in found.pairs if pair[0].path == path] for path in PATHS)
     supervisor = round(median([run.supervisor_share for run in runs if run.supervisor_share is not None]), 4)
     restarts = lost_goal("rolling_restart_failed", found.restarts)
     stops = lost_goal("graceful_stop_failed", found.stops)
     return WorkersReport(
         **{**msgspec.structs.asdict(setting), "notes": [*setting.notes, *_doubts(runs)]},
-        hit_2_to_1=rate_ratio(found.hits),
-        miss_2_to_1=rate_ratio(found.misses),
-        hit_cpu_2_to_1=cost_ratio(found.hits),
-        miss_cpu_2_to_1=cost_ratio(found.misses),
+        hit_2_to_1=rate_ratio(hits),
+        miss_2_to_1=rate_ratio(misses),
+        hit_cpu_2_to_1=cost_ratio(hits),
+        miss_cpu_2_to_1=cost_ratio(misses),
         supervisor_core_share=supervisor,
         idle_worker_core_share=found.idle.worker,
         hub_core_share=round(supervisor + found.idle.worker, 4),
@@ -179,17 +185,19 @@ def _doubts(runs: Sequence[Run]) -> list[str]:
     ]
 
 
-def rate_ratio(pairs: Sequence[tuple[Run, Run]]) -> float:
-    """The median of requests a second, second over first."""
-    return round(median([two.measured.requests_per_s / one.measured.requests_per_s for one, two in pairs]), 3)
+def rate_ratio(pairs: Sequence[RunPair]) -> float:
+    """The median of requests a second on all cores, second over first."""
+    free = [pair for pair in pairs if not pair[0].one_core]
+    return round(median([two.measured.requests_per_s / one.measured.requests_per_s for one, two in free]), 3)
 
 
-def cost_ratio(pairs: Sequence[tuple[Run, Run]]) -> float | None:
-    """The median of processor seconds a request, second over first; None where they are not known."""
-    if any(run.measured.server_busy <= 0 for pair in pairs for run in pair):
+def cost_ratio(pairs: Sequence[RunPair]) -> float | None:
+    """The median of processor time a request, second over first: of the runs on one core, where there are any, since a
+    gateway that is not kept busy does less at a time. None where it is not known."""
+    alone = [pair for pair in pairs if pair[0].one_core] or pairs
+    if any(run.cpu_us <= 0 for pair in alone for run in pair):
         return None
-    costs = [tuple(run.measured.server_busy / run.measured.requests_per_s for run in pair) for pair in pairs]
-    return round(median([two / one for one, two in costs]), 3)
+    return round(median([two.cpu_us / one.cpu_us for one, two in alone]), 3)
 
 
 def lost_goal(name: str, rounds: Sequence[Steadily]) -> Goal:
@@ -210,14 +218,16 @@ def added_goal(name: str, added: Added, target_ms: float) -> Goal:
 
 
 def page(report: WorkersReport) -> RenderableType:
-    """The report for a terminal."""
-    cpu = f"hit {_or_unknown(report.hit_cpu_2_to_1)}, miss {_or_unknown(report.miss_cpu_2_to_1)}"
+    """The report for a terminal. In the table `others` are load generator and upstream; `busy` is each core, by whomever."""
+    where = "on one core" if any(run.one_core for run in report.runs) else "on all cores"
+    cpu = f"{where}: hit {_or_unknown(report.hit_cpu_2_to_1)}, miss {_or_unknown(report.miss_cpu_2_to_1)}"
     hub = (
         f"the supervisor under load {report.supervisor_core_share:g} + an idle worker {report.idle_worker_core_share:g}"
     )
     idle = f"supervisor {report.idle.supervisor:g}, a gateway of one process {report.idle.one_process:g}"
     lines = [
-        f"2 workers to 1, requests a second: hit {report.hit_2_to_1:g}, miss {report.miss_2_to_1:g} ({SHARED_CORES}): {cpu}",
+        f"2 workers to 1, requests a second: hit {report.hit_2_to_1:g}, miss {report.miss_2_to_1:g} ({SHARED_CORES})",
+        f"2 workers to 1, processor time a request {cpu} (about 1: a second worker costs nothing but itself)",
         f"hub_core_share {report.hub_core_share:g} of a core: {hub}; when idle: {idle}",
         *_losses("rolling restart", report.rolling_restarts, report.rolling_restart_s),
         *_losses("graceful stop", report.graceful_stops, report.graceful_stop_s),
@@ -238,26 +248,25 @@ def _table(runs: Sequence[Run]) -> Table:
     names = (
         "path",
         "workers",
+        "cores",
         "req/s",
         "p50 ms",
         "p99 ms",
+        "cpu us",
         "gateway",
-        "generator + upstream",
-        "cores busy",
+        "others",
+        "busy",
         "supervisor",
     )
     for name in names:
         table.add_column(name, justify="left" if name == "path" else "right")
     for run in runs:
         told = run.measured
-        shares = (
-            f"{told.server_busy:.0%}",
-            f"{told.generator_busy:.0%}",
-            " ".join(f"{core:.0%}" for core in run.cores),
-        )
+        busy = " ".join(f"{core:.0%}" for core in run.cores)
+        shares = (f"{told.server_busy:.0%}", f"{told.generator_busy:.0%}", busy)
         supervisor = "-" if run.supervisor_share is None else f"{run.supervisor_share:.2%}"
-        figures = (f"{told.requests_per_s:,.0f}", f"{told.p50_ms:.3f}", f"{told.p99_ms:.3f}")
-        table.add_row(run.path, str(run.workers), *figures, *shares, supervisor)
+        figures = (f"{told.requests_per_s:,.0f}", f"{told.p50_ms:.3f}", f"{told.p99_ms:.3f}", f"{run.cpu_us:.0f}")
+        table.add_row(run.path, str(run.workers), "one" if run.one_core else "all", *figures, *shares, supervisor)
     return table
 
 

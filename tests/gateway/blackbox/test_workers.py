@@ -266,9 +266,7 @@ async def test_a_breaker_that_opens_here_is_open_there(serve, up):
     """Two workers: what one has found out, the other knows within a second."""
     up.play(heavy="status-500")
     breaker = {"consecutive": 3, "open": "30s", "open_max": "30s"}
-    gateway = await serve(
-        chat_policy(ladder=["heavy", "default"]), workers=2, backends={"heavy": {"breaker": breaker}}
-    )
+    gateway = await serve(chat_policy(ladder=["heavy", "default"]), workers=2, backends={"heavy": {"breaker": breaker}})
     client = await gateway.ready()
     # One connection: one worker sees all the failures.
     for number in range(4):
@@ -304,7 +302,7 @@ async def test_a_hundred_policy_changes_in_a_minute_s_pace(serve, tmp_path):
 async def test_one_log_line_is_one_line(serve):
     """Several processes write to one pipe; their lines never mix, and each says whose it is."""
     gateway = await serve(workers=2)
-    client = await gateway.ready()
+    await gateway.ready()
     gateway.signal(signal.SIGTERM)
     await gateway.ended()
     told = [json.loads(line) for line in gateway.lines]
@@ -313,7 +311,7 @@ async def test_one_log_line_is_one_line(serve):
 
 async def test_a_second_gateway_cannot_share_the_port(serve, tmp_path):
     gateway = await serve(workers=2)
-    client = await gateway.ready()
+    await gateway.ready()
     port = int(gateway.url.rpartition(":")[2])
     other = await serve(workers=2, listen={"port": port})
     assert await other.ended() == 1
@@ -327,7 +325,7 @@ async def test_a_hang_up_takes_up_the_operator_s_file(serve, up, tmp_path):
         gateway = await serve(workers=workers)
         client = await gateway.ready()
         assert (await client.chat(f"{HARD} {workers}")).said("served-by") == "heavy"
-        write_config(tmp_path, up.url, workers=workers, limits={"body_bytes": "300"}, admin={"port": 1})
+        write_config(tmp_path, up.url, workers=workers, limits={"body_bytes": "300B"}, admin={"port": 1})
         gateway.signal(signal.SIGHUP)
         await until(lambda: gateway.events("rolling_restart_done"), 20.0)
         assert "`admin` has changed" in gateway.events("configuration_needs_full_restart")[0]["note"]
@@ -354,3 +352,58 @@ async def test_one_worker_is_replaced_without_a_dropped_request_too(serve, up):
     assert load.failed == {}, load.errors
     assert (await places(client))["worker-1"]["process"] == "worker-1.2"
     assert await client.metric("gateway_requests_total") >= load.answered
+
+
+async def test_a_crash_loop_is_reported_and_does_not_take_the_others(serve):
+    gateway = await serve(workers=2)
+    client = await gateway.ready()
+    other = (await pids(client))["worker-2"]
+    async with steady_load(gateway.url, clients=4) as load:
+        while not gateway.events("crash_loop"):
+            place = (await places(client))["worker-1"]
+            if place["pid"] is not None:
+                os.kill(place["pid"], signal.SIGKILL)
+                await until(lambda pid=place["pid"]: any(e["pid"] == pid for e in gateway.events("process_ended")), 5.0)
+            await asyncio.sleep(0.02)
+        before = load.answered
+        await until(lambda: load.answered > before + 100, 10.0)
+    (told,) = gateway.events("crash_loop")
+    assert (told["worker"], told["ended_times"]) == ("worker-1", 5)
+    found = await places(client)
+    assert found["worker-1"]["crash_loop"]
+    assert found["worker-2"] | {"up_s": 0, "in_flight": 0} == {
+        "name": "worker-2", "process": "worker-2", "state": "serving", "pid": other, "up_s": 0, "in_flight": 0, "ended": 0,
+        "crash_loop": False, "leaving": [],
+    }  # fmt: skip
+    assert await client.metric("gateway_process_crash_loop", process="worker-1") == 1
+    # Commands say who is not there, and the others do what they are told.
+    told = (await client.send("POST", "/policies/reload", {}, admin=True)).json
+    assert told["problems"] == []
+    gateway.signal(signal.SIGTERM)
+    assert await gateway.ended() == 0
+
+
+async def test_an_admin_port_that_is_taken_ends_everything(serve):
+    first = await serve(workers=1)
+    await first.ready()
+    port = int(first.admin_url.rpartition(":")[2])
+    other = await serve(workers=2, admin={"port": port})
+    assert await other.ended() == 1
+    assert f"cannot listen on 127.0.0.1:{port}" in other.errors
+    assert "Traceback" not in other.output
+
+
+async def test_an_interrupt_from_the_terminal_is_graceful(serve, up):
+    """Ctrl-C reaches the whole process group: only the supervisor acts on it."""
+    up.play(heavy=(SSE, Step(tokens=Tokens(count=20, every_s=0.03)), *END))
+    gateway = await serve(workers=2, drain="5s")
+    client = await gateway.ready()
+    inside = [*(await pids(client)).values()]
+    async with client.streaming(HARD) as stream:
+        await stream.first_content()
+        for pid in inside:
+            os.kill(pid, signal.SIGINT)
+        gateway.signal(signal.SIGINT)
+        assert (await stream.rest())[-1] == "[DONE]"
+    assert await gateway.ended() == 0
+    assert "Traceback" not in gateway.output

@@ -48,7 +48,9 @@ class Rig:
         prepare(port)
         client.serve(port)
         self.ports.append(port)
-        member = await until(lambda: next((m for m in self.server.members if m.pid == pid and m.offered.is_set()), None))
+        member = await until(
+            lambda: next((m for m in self.server.members if m.pid == pid and m.offered.is_set()), None)
+        )
         member.joined = True
         return port
 

@@ -192,7 +192,7 @@ async def test_a_successor_that_fails_changes_nothing(rig):
     succeeding = asyncio.create_task(rig.seat.succeed())
     await until(lambda: len(rig.processes) == 2)
     rig.processes[1].end(3)
-    with pytest.raises(RuntimeError, match="worker-1.2 ended with 3 before it was ready"):
+    with pytest.raises(RuntimeError, match=r"worker-1\.2 ended with 3 before it was ready"):
         await succeeding
     assert rig.seat.current is first
     assert rig.seat.status()["state"] == "serving"

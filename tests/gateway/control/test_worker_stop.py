@@ -4,7 +4,6 @@ import dataclasses
 from pathlib import Path
 
 import structlog
-
 from msgspec.structs import replace
 
 from gateway.app import Surroundings, build_worker

@@ -40,6 +40,17 @@ def test_a_misconfigured_backend_is_told_once_for_each_backend() -> None:
     assert [line["backend"] for line in logs] == ["heavy", "light"]
 
 
+def test_facts_that_cannot_be_read_are_told_once_for_each_teller() -> None:
+    handle = LogObserver(FakeClock()).handlers[ev.FactRefused]
+    with structlog.testing.capture_logs() as logs:
+        for teller in ("worker-1", "worker-2", "worker-1"):
+            handle(ev.FactRefused(key="breaker/heavy", teller=teller, reason="Expected `float`"))
+    assert [(line["event"], line["teller"], line["reason"]) for line in logs] == [
+        ("fact_refused", "worker-1", "Expected `float`"),
+        ("fact_refused", "worker-2", "Expected `float`"),
+    ]
+
+
 @pytest.fixture
 def library() -> logging.Logger:
     """A logger of some library whose records go our way and no other."""

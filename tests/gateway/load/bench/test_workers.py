@@ -47,8 +47,11 @@ def stage(tmp_path):
     made.end_all()
 
 
-def run(workers=1, path="hit", rate=100.0, busy=1.0, share=None, failed=0) -> Run:
-    return Run(workers, path, Measured("g", 32, rate, 1.0, 2.0, failed, busy, 0.3), [0.9, 0.8], share)
+def run(workers=1, path="hit", rate=100.0, us=70.0, *, one_core=False, share=None, failed=0) -> Run:
+    measured = Measured("g", 32, rate, 1.0, 2.0, failed, 1.0, 0.3)
+    return Run(
+        workers=workers, path=path, one_core=one_core, measured=measured, cpu_us=us, cores=[0.9, 0.8], supervisor_share=share
+    )  # fmt: skip
 
 
 def steadily(requests=1000, **failed) -> Steadily:
@@ -61,24 +64,32 @@ def report(
     setting = Setting(
         generator="wrk", upstream="nginx", cores=2, rounds=1, seconds=1, shortened=shortened, notes=["a note"]
     )
-    hits = [(run(), run(2, rate=150, busy=1.5, share=supervisor))]
-    misses = [(run(path="miss", rate=50), run(2, "miss", 60, 1.2, supervisor, failed))]
+    pairs = [
+        (run(), run(2, rate=150, us=90, share=supervisor)),
+        (run(path="miss", rate=50), run(2, "miss", 60, share=supervisor, failed=failed)),
+        *(
+            (run(path=path, one_core=True), run(2, path, us=us, one_core=True))
+            for path, us in (("hit", 77), ("miss", 63))
+        ),
+    ]
     idle = Idle(0.003, worker, 0.002)
     added = Added(100, 0.8, 0.8 + added_ms, added_ms, 0.7, 1.0, others)
     loads = [restart or steadily()], [stop or steadily()]
-    return make_report(setting, Found(hits, misses, idle, *loads, added, added))
+    return make_report(setting, Found(pairs, idle, *loads, added, added))
 
 
-def test_ratios_are_medians_of_pairs_and_costs_are_processor_time_a_request():
-    pairs = [(run(rate=100), run(2, rate=rate, busy=2.0)) for rate in (120, 160, 200)]
-    assert (rate_ratio(pairs), cost_ratio(pairs)) == (1.6, 1.25)
-    assert cost_ratio([(run(busy=0.0), run(2))]) is None
+def test_ratios_are_medians_of_pairs_on_all_cores_and_costs_of_those_on_one():
+    pairs = [(run(rate=100), run(2, rate=rate, us=140)) for rate in (120, 160, 200)]
+    assert (rate_ratio(pairs), cost_ratio(pairs)) == (1.6, 2.0)
+    pairs.append((run(rate=100, one_core=True), run(2, rate=90, us=70, one_core=True)))
+    assert (rate_ratio(pairs), cost_ratio(pairs)) == (1.6, 1.0)
+    assert cost_ratio([(run(us=0.0), run(2))]) is None
 
 
 def test_all_good_is_exit_code_0():
     found = report()
     assert found.exit_code == 0 and all(goal.met for goal in found.goals)
-    assert (found.hit_2_to_1, found.miss_2_to_1, found.hit_cpu_2_to_1, found.miss_cpu_2_to_1) == (1.5, 1.2, 1.0, 1.0)
+    assert (found.hit_2_to_1, found.miss_2_to_1, found.hit_cpu_2_to_1, found.miss_cpu_2_to_1) == (1.5, 1.2, 1.1, 0.9)
     assert (found.hub_core_share, found.rolling_restart_s) == (0.006, 2.0)
 
 
@@ -152,6 +163,13 @@ def test_processor_time_is_of_one_process():
     assert 0 < own_cpu_s(os.getpid()) - before < 5
     # Process ids end at 2**22.
     assert own_cpu_s(2**23) == 0.0
+
+
+def test_a_process_is_pinned_with_all_its_threads(stage):
+    server = stage.start("idler", None, ["sleep", "60"])
+    core = min(os.sched_getaffinity(0))
+    crews.pin([server.pid, 2**23], {core})
+    assert os.sched_getaffinity(server.pid) == {core}
 
 
 def test_the_cores_busy_shares_are_differences():
