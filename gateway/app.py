@@ -47,6 +47,7 @@ from gateway.observe.batch import BatchedObserver
 from gateway.observe.logs import LogObserver
 from gateway.observe.metric_store import Family, Metrics, Sample, stats_families
 from gateway.observe.metrics import MetricsObserver
+from gateway.observe.processes import in_flight_family
 from gateway.observe.recent import RecentRequests
 from gateway.pipeline import Book, Pipeline, Stages
 from gateway.plan import Compilers, PlanBook
@@ -153,12 +154,11 @@ class Surroundings:
 
 def build_worker(start: Start, heads: Heads, around: Surroundings) -> Worker:
     """One worker's object graph."""
-    config, clock, standing = start.config, around.clock, start.standing
+    config, clock = start.config, around.clock
     metrics, recent, first_outputs = Metrics(), RecentRequests(), FirstOutputs(clock)
     observer = BatchedObserver(Observers([MetricsObserver(metrics), LogObserver(clock), recent, first_outputs]))
     built = build_backends(config, around, observer, HubSharedState(around.port, start.facts))
-    loopback = is_loopback(config.listen.host)
-    secret = config.cache.secret
+    loopback, secret = is_loopback(config.listen.host), config.cache.secret
     assert secret is not None, "the supervisor fills in what the file leaves out"
     compilers = Compilers(
         backends=built.backends,
@@ -174,34 +174,32 @@ def build_worker(start: Start, heads: Heads, around: Surroundings) -> Worker:
     dispatcher = Dispatcher(cache, flights, clock)
     refresher = Refresher(dispatcher, clock)
     walker = Walker(dispatcher, cache, first_outputs, clock, observer)
-    identities = Identities(clock, anonymous=config.listen.anonymous_loopback)
-    identities.take(standing.keys.data, standing.keys.problem)
-    builtin = builtin_policies(config)
-    pipeline = Pipeline(
-        Book(standing.generation, PlanBook(PolicySet(standing.policies, builtin), compilers), identities),
-        Stages(cache, walker, refresher, observer, clock),
-        loopback,
-    )
+    book = _book(start, compilers, clock)
+    pipeline = Pipeline(book, Stages(cache, walker, refresher, observer, clock), loopback)
     for place in built.places:
         # From here on the cache knows which fingerprints are current, and counts what is not.
         place.on_filled = cache.model_switched
     readiness = _readiness(config, built, store)
-    readiness.policy_notices = list(standing.notices)
-    readiness.note(lambda: "keys.yaml is not in force: see the log and the admin API" if identities.problem else None)
+    readiness.policy_notices = list(start.standing.notices)
+    readiness.note(
+        lambda: "keys.yaml is not in force: see the log and the admin API" if book.identities.problem else None
+    )
     limits = edge_limits(config)
     edge = HttpEdge(pipeline, readiness, clock, limits, compilers.expose)
     metrics.source(_cache_families(cache, flights, store))
     metrics.source(built.families)
+    listener = Listener(edge, limits)
+    metrics.source(lambda: [in_flight_family(listener.in_flight)])
     closers: list[Any] = [item for item in (built.embedder, store) if item is not None]
     parts = WorkerParts(
         config=config,
         clock=clock,
         port=around.port,
         pipeline=pipeline,
-        listener=Listener(edge, limits),
+        listener=listener,
         readiness=readiness,
         compilers=compilers,
-        builtin=builtin,
+        builtin=builtin_policies(config),
         places=built.places,
         backends=built.backends,
         cache=cache,
@@ -214,6 +212,15 @@ def build_worker(start: Start, heads: Heads, around: Surroundings) -> Worker:
     )
     WorkerActions(parts)
     return Worker(parts)
+
+
+def _book(start: Start, compilers: Compilers, clock: Clock) -> Book:
+    """What all workers agree on, compiled for this one."""
+    standing = start.standing
+    identities = Identities(clock, anonymous=start.config.listen.anonymous_loopback)
+    identities.take(standing.keys.data, standing.keys.problem)
+    plans = PlanBook(PolicySet(standing.policies, builtin_policies(start.config)), compilers)
+    return Book(standing.generation, plans, identities)
 
 
 def build_supervisor(config: Config, clock: Clock, reread: Callable[[], Config] | None = None) -> Supervisor:

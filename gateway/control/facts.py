@@ -6,14 +6,12 @@ a worker that starts. Without a supervisor that listens, everybody goes on with 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from gateway.control.hub import Hub, Payload, WorkerPort
+from policies.core.shared_state import Fact, Heard
 
-Fact = dict[str, Any]
-Heard = Callable[[str, Fact | None], None]
 TOPIC = "fact"
+#: All facts there are, for a worker that may have missed some.
+ALL_TOPIC = "facts"
 
 
 class HubSharedState:
@@ -27,6 +25,7 @@ class HubSharedState:
         for teller, key, fact in known:
             self._others.setdefault(key, {})[teller] = fact
         port.told[TOPIC] = self._on_told
+        port.told[ALL_TOPIC] = self._on_all_told
         port.on_connected.append(self._tell_all)
 
     def tell(self, key: str, fact: Fact) -> None:
@@ -39,7 +38,20 @@ class HubSharedState:
             heard(teller, fact)
 
     def _on_told(self, payload: Payload) -> None:
-        teller, key, fact = payload["teller"], payload["key"], payload["fact"]
+        self._take(payload["teller"], payload["key"], payload["fact"])
+
+    def _on_all_told(self, payload: Payload) -> None:
+        """What is not among all facts has ended; the others may be news, and hearing one again does no harm."""
+        present = {(teller, key): fact for teller, key, fact in payload["facts"]}
+        gone = [
+            (teller, key) for key, facts in self._others.items() for teller in facts if (teller, key) not in present
+        ]
+        for teller, key in gone:
+            self._take(teller, key, None)
+        for (teller, key), fact in present.items():
+            self._take(teller, key, fact)
+
+    def _take(self, teller: str, key: str, fact: Fact | None) -> None:
         known = self._others.setdefault(key, {})
         if fact is None:
             known.pop(teller, None)
@@ -61,7 +73,12 @@ class FactBoard:
         self._facts: dict[str, dict[str, Fact]] = {}
         hub.subscribe(self._on_published)
 
+    def told_by_others(self, worker: str) -> Payload:
+        """Of the topic `facts`, for one worker."""
+        return {"facts": [known for known in self.known() if known[0] != worker]}
+
     def known(self) -> list[tuple[str, str, Fact]]:
+        """(teller, key, fact) of everybody."""
         return [(teller, key, fact) for teller, facts in self._facts.items() for key, fact in facts.items()]
 
     def gone(self, teller: str) -> None:

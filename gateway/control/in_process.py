@@ -36,7 +36,7 @@ class InProcessCrew:
         self._fleet = Fleet()
         self._worker: Worker | None = None
         self._port: WorkerPort | None = None
-        self._leaving: set[Worker] = set()
+        self._leaving: dict[Worker, str] = {}
         self._started_at = clock.now()
         self._starts = 0
         self._hurried = False
@@ -88,7 +88,7 @@ class InProcessCrew:
             assert old_port is not None
             new, port = await self._new(at_once=False)
             await new.ready()
-            self._leaving.add(old)
+            self._leaving[old] = old_port.worker
             self._worker, self._port = new, port
             await self._end(old, old_port, replaced=True)
             return []
@@ -99,7 +99,7 @@ class InProcessCrew:
         try:
             await worker.stop(replaced=replaced)
         finally:
-            self._leaving.discard(worker)
+            self._leaving.pop(worker, None)
             self.hub.detach(port)
             self._fleet.heard(port.worker, worker.metrics().plain())
             self._fleet.ended(port.worker)
@@ -135,6 +135,6 @@ class InProcessCrew:
                 "in_flight": worker.in_flight if worker is not None else 0,
                 "ended": 0,
                 "crash_loop": False,
-                "leaving": len(self._leaving),
+                "leaving": [*self._leaving.values()],
             }
         ]

@@ -23,7 +23,7 @@ import structlog
 
 from gateway.config_sections import Config
 from gateway.control.crew import Agreement, CannotServeAtAll
-from gateway.control.facts import FactBoard
+from gateway.control.facts import ALL_TOPIC, FactBoard
 from gateway.control.hub import Payload
 from gateway.control.hub_server import HubServer, Member
 from gateway.control.restarts import RestartRule
@@ -247,6 +247,9 @@ class ProcessCrew:
                     if ack.error:
                         raise RuntimeError(f"{name}: {ack.error}")
             member.joined = True
+            if self._board is not None:
+                # From now on it is told each; what was told while it could not be is in here.
+                member.tell(ALL_TOPIC, self._board.told_by_others(child.name))
 
     def _on_published(self, process: str, topic: str, payload: Payload) -> None:
         child = self._named(process)

@@ -87,12 +87,13 @@ class Supervisor:
         watcher = Watcher([self._policies.directory, self._config.keys_file], self._on_change, self._clock)
         watching: asyncio.Task[None] | None = None
         try:
-            await self.crew.start(self._agreement, self._board)
+            # First the listener that costs nothing: when it cannot be had, no process has been started for nothing.
             await admin.setup()
             host, port = self._config.admin.host, self._config.admin.port
             with listening_on(host, port):
                 await web.TCPSite(admin, host, port).start()
             self.admin_port = admin.addresses[0][1]
+            await self.crew.start(self._agreement, self._board)
             watching = asyncio.create_task(watcher.run(), name="watch")
             await self._until_stopped(self.crew.ready())
             if not self._stop.is_set():

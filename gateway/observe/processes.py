@@ -24,3 +24,9 @@ def process_families(status: Sequence[dict[str, Any]]) -> list[Family]:
         Family("gateway_process_ends", "Times that a process of this place ended by itself.", "counter", _LABEL, "sum",
                samples(lambda place: place["ended"])),
     ]  # fmt: skip
+
+
+def in_flight_family(in_flight: int) -> Family:
+    """What one worker has under way."""
+    help_ = "Requests under way, by worker."
+    return Family("gateway_requests_in_flight", help_, "gauge", (), "per-worker", [Sample((), [float(in_flight)])])

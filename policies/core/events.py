@@ -37,7 +37,7 @@ class BreakerChanged(Event, gc=False, kw_only=True):
 
 
 class FactRefused(Event, gc=False, kw_only=True):
-    """What another worker told could not be read: its version differs too much, or it is defective."""
+    """What another worker told could not be read: a defect of one of the two."""
 
     key: str
     teller: str

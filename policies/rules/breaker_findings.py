@@ -34,8 +34,7 @@ _TELL_LATER_S = 0.1
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
     """What one breaker has found out by its own calls: its latest pass and what it has opened for since. 0 = never.
 
-    Each finding says all of it, so whoever missed the ones before loses nothing. New fields need a default: during a rolling
-    restart workers of two versions hear each other.
+    Each finding says all of it, so whoever missed the ones before loses nothing.
     """
 
     #: When it opened, or the hold was asked for; 0 after a pass.

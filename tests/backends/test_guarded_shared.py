@@ -178,7 +178,7 @@ async def test_what_cannot_be_read_is_reported_and_changes_nothing(clock: FakeCl
     assert worker.state is CLOSED
 
 
-async def test_what_a_later_version_adds_is_passed_over(clock: FakeClock, host: Host) -> None:
+async def test_fields_it_does_not_know_are_passed_over(clock: FakeClock, host: Host) -> None:
     worker = Worker(clock, host.worker("worker-1"))
     now = clock.now()
     host.worker("worker-2").tell("breaker/heavy", {"opened_at": now, "until": now + 5.0, "ramp": 0.25})

@@ -66,7 +66,7 @@ class WorkersOptions:
 
 def quicker(options: WorkersOptions) -> WorkersOptions:
     """The same in less than a minute, saying what it leaves out."""
-    short = replace(options, rounds=2, seconds=1.0, idle_s=2.5, restarts=1, blocks=16)
+    short = replace(options, rounds=2, seconds=1.0, idle_s=2.0, restarts=1, blocks=12)
     changes = (
         f"{short.rounds} rounds of {short.seconds:g} s instead of {options.rounds} of {options.seconds:g} s",
         f"{short.restarts} restart and end instead of {options.restarts}",

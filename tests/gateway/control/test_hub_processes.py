@@ -8,7 +8,7 @@ import stat
 import pytest
 import structlog
 
-from gateway.control.facts import FactBoard, HubSharedState
+from gateway.control.facts import ALL_TOPIC, FactBoard, HubSharedState
 from gateway.control.hub import WorkerPort
 from gateway.control.hub_client import HubClient, Who
 from gateway.control.hub_server import ANSWER_S, HubServer
@@ -262,3 +262,20 @@ async def test_facts_are_told_again_after_a_lost_connection(rig):
         return board.known()
 
     assert await eventually(known) == [("worker-1", "breaker/heavy", {"state": "open"})]
+
+
+async def test_who_may_have_missed_something_is_told_everything(rig):
+    board = FactBoard(rig.server)
+    first = HubSharedState(await rig.worker(1), [("worker-9", "breaker/heavy", {"state": "old"})])
+    second = HubSharedState(await rig.worker(2), [])
+    heard = []
+    first.listen("breaker/heavy", lambda *what: heard.append(what))
+    assert heard == [("worker-9", {"state": "old"})]
+    member = next(member for member in rig.server.members if member.name == "worker-1")
+    member.joined = False
+    second.tell("breaker/heavy", {"state": "open"})
+    await until(board.known)
+    member.joined = True
+    member.tell(ALL_TOPIC, board.told_by_others("worker-1"))
+    await until(lambda: len(heard) == 3)
+    assert heard[1:] == [("worker-9", None), ("worker-2", {"state": "open"})]
