@@ -226,7 +226,7 @@ def test_one_mistake_one_line(tmp_path, text, line):
 def test_all_mistakes_at_once(tmp_path):
     found = problems(
         tmp_path,
-        "listen: {port: x}\nworkers: 3\nlog: {level: loud}\nadmin: {token_env: NOPE}\nbackends: {a: {kind: openai}}\nmodles: {}\n",
+        "listen: {port: x}\nworkers: none\nlog: {level: loud}\nadmin: {token_env: NOPE}\nbackends: {a: {kind: openai}}\nmodles: {}\n",
     )
     assert [line.split(": ")[0] for line in found] == ["1:16", "2:10", "3:14", "4:20", "5:12", "5:12", "6:1"]
 
