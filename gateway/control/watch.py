@@ -92,8 +92,9 @@ class Watcher:
             present = [folder for folder in folders if folder.is_dir()]
             try:
                 if present:
-                    # Everything counts, also the `..data` link of a mounted ConfigMap: no filter.
-                    async for _ in awatch(*present, watch_filter=None, debounce=50, step=25, recursive=False):
+                    # Everything counts, also the `..data` link of a mounted ConfigMap: no filter. Each step wakes a thread, so
+                    # short ones would be the most that an idle supervisor does.
+                    async for _ in awatch(*present, watch_filter=None, debounce=200, step=200, recursive=False):
                         self._wake.set()
                         if not all(folder.is_dir() for folder in present):
                             break

@@ -5,7 +5,7 @@ from __future__ import annotations
 from gateway.observe.metric_store import Metrics
 from policies.core.clock import Clock
 
-_EVERY_S = 0.1
+_EVERY_S = 0.25
 
 
 async def watch_loop_lag(metrics: Metrics, clock: Clock) -> None:
