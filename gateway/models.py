@@ -77,10 +77,10 @@ def embedder_name(config: Config) -> str | None:
     return None
 
 
-def session_settings(spec: ModelSettings | None) -> SessionSettings:
+def session_settings(spec: ModelSettings | None, on_loop_s: float = 0.0) -> SessionSettings:
     from backends.onnx.session import SessionSettings
 
-    return SessionSettings(provider=spec.provider if spec is not None else "cpu")
+    return SessionSettings(provider=spec.provider if spec is not None else "cpu", on_loop_s=on_loop_s)
 
 
 def in_process_models(config: Config) -> list[str]:
@@ -100,9 +100,10 @@ def placeholder_info(name: str, spec: BackendSettings) -> BackendInfo:
 
 
 class ModelSlots:
-    """Makes a Slot for each backend whose model runs in this process."""
+    """Makes a Slot for each backend whose model runs in this process. `on_loop_s`: as in SessionSettings."""
 
-    def __init__(self, config: Config, clock: Clock, observer: Observer) -> None:
+    def __init__(self, config: Config, clock: Clock, observer: Observer, *, on_loop_s: float = 0.0) -> None:
+        self._on_loop_s = on_loop_s
         self._config = config
         self._clock = clock
         self._observer = observer
@@ -121,7 +122,7 @@ class ModelSlots:
     async def _load(self, name: str, spec: BackendSettings) -> Backend:
         model = spec.model or name
         configured = self._config.models.get(model)
-        settings = session_settings(configured)
+        settings = session_settings(configured, self._on_loop_s)
         arguments: dict[str, Any] = {"name": name, "role": spec.effective_role()}
         if spec.kind == "onnx_chat":
             from backends.onnx.chat import ChatSettings, load_chat

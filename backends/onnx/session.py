@@ -42,6 +42,9 @@ class SessionSettings:
     provider: str = "cpu"
     provider_options: dict[str, str] = field(default_factory=dict)
     intra_threads: int = 1
+    #: Runs that usually take no longer than this (seconds) are made on the event loop: handing them to a thread and back
+    #: would cost more. For processes whose loop has nothing else to do; 0 = never.
+    on_loop_s: float = 0.0
     #: May nodes that the provider lacks run on the CPU? Without it, such a graph fails at load instead of being slow.
     allow_cpu_fallback: bool = False
 
@@ -115,12 +118,15 @@ def first_line(error: BaseException) -> str:
 class OneThread:
     """Runs functions one after another on a thread of its own, with a bounded queue in front of it.
 
-    Belongs to one event loop. `backend` names whom a ModelFailed is about.
+    Belongs to one event loop. `backend` names whom a ModelFailed is about. `on_loop_s`: as in SessionSettings.
     """
 
-    def __init__(self, backend: str, max_waiting: int = 64) -> None:
+    def __init__(self, backend: str, max_waiting: int = 64, on_loop_s: float = 0.0) -> None:
         self._backend = backend
         self._max_waiting = max_waiting
+        self._on_loop_s = on_loop_s
+        #: What a run takes: the longest lately, forgotten slowly. Starts as too long to be made on the loop.
+        self._usual_s = float("inf")
         self._waiting = 0
         self._closed = False
         self._executor = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix=f"onnx-{backend}")
@@ -147,7 +153,9 @@ class OneThread:
         self._waiting += 1
         try:
             async with deadline.timeout():
-                job = self._executor.submit(fn, options, *args, **kwargs)
+                if self._waiting == 1 and self._usual_s <= self._on_loop_s:
+                    return self._timed(fn, deadline, options, *args, **kwargs)
+                job = self._executor.submit(lambda: self._timed(fn, deadline, options, *args, **kwargs))
                 return await asyncio.wrap_future(job)
         except asyncio.CancelledError:
             options.terminate = True
@@ -163,6 +171,21 @@ class OneThread:
             raise ModelFailed(f"a run failed: {first_line(error)}", self._backend) from error
         finally:
             self._waiting -= 1
+
+    def _timed(
+        self,
+        fn: Callable[Concatenate[ort.RunOptions, P], T],
+        deadline: Deadline,
+        options: ort.RunOptions,
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> T:
+        began = deadline.clock.now()
+        result = fn(options, *args, **kwargs)
+        seconds = deadline.clock.now() - began
+        usual = self._usual_s
+        self._usual_s = seconds if seconds >= usual or usual == float("inf") else usual + 0.05 * (seconds - usual)
+        return result
 
     async def aclose(self) -> None:
         """Finish what runs, drop what waits, end the thread."""

@@ -46,13 +46,20 @@ class TwoTowerBackend:
     BYTES [m] and `item_embeddings` FP32 [m, d]. Output: `scores` FP32 [m], cosine of user and item, in the order of the items.
     """
 
-    def __init__(self, manifest: Manifest, head: ort.InferenceSession, embedder: Embedder, info: BackendInfo) -> None:
+    def __init__(
+        self,
+        manifest: Manifest,
+        head: ort.InferenceSession,
+        embedder: Embedder,
+        info: BackendInfo,
+        on_loop_s: float = 0.0,
+    ) -> None:
         self._manifest = manifest
         self._head = head
         self._embedder = embedder
         self._info = info
         self._max_history: int = manifest.architecture["max_history"]
-        self._thread = OneThread(info.name)
+        self._thread = OneThread(info.name, on_loop_s=on_loop_s)
         self._closed = False
         #: What is to be done with the embedder at the end.
         self._release: Callable[[], Awaitable[None]] | None = None
@@ -78,7 +85,8 @@ class TwoTowerBackend:
             raise ModelError(
                 f"{folder} was built for another encoder than {manifest.requires} as loaded; run `gateway models build {manifest.reference}`"
             )
-        backend = cls(manifest, head, embedder, _info(manifest, head, embedder, name, role))
+        on_loop_s = settings.on_loop_s if settings is not None else 0.0
+        backend = cls(manifest, head, embedder, _info(manifest, head, embedder, name, role), on_loop_s)
         backend._release = release
         return backend
 

@@ -35,13 +35,13 @@ from gateway.control.worker_actions import catch_up
 from gateway.models import in_process_models
 from gateway.observe.fleet import Fleet
 from gateway.observe.metric_store import Family
+from gateway.observe.ticks import tick
 from gateway.version import version
 from policies.core.clock import Clock
 
 _log = structlog.get_logger("gateway.supervisor")
 
 MODEL_HOST = "model-host"
-_LOOK_EVERY_S = 0.25
 #: Behind the drain limit: closing backends and caches, and leaving the interpreter.
 _GRACE_S = 5.0
 #: A worker that is still behind everybody else after this long is brought up to date again.
@@ -70,7 +70,6 @@ class ProcessCrew:
         self._looking: asyncio.Task[None] | None = None
         self._behind_since: dict[str, float] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._looked_at = clock.now()
 
     # --------------------------------------------------------------------------------------------------- life
 
@@ -285,9 +284,8 @@ class ProcessCrew:
 
     async def _look(self) -> None:
         while True:
-            await self._clock.sleep(_LOOK_EVERY_S)
+            late_s = await tick(self._clock)
             now = self._clock.now()
-            late_s, self._looked_at = now - self._looked_at - _LOOK_EVERY_S, now
             if late_s > 1.0:
                 # It was this process that stood still (a paused machine): silence says nothing now.
                 for member in self.hub.members:

@@ -1,4 +1,4 @@
-"""What a process publishes by itself: that it lives, four times a second, and its figures, once a second.
+"""What a process publishes by itself: that it lives, twice a second, and its figures, once in two seconds.
 
 The figures are for the moment when it can no longer be asked: what a killed worker had counted is not lost.
 """
@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 from gateway.control.hub import Payload, WorkerPort
 from gateway.observe.metric_store import Metrics
+from gateway.observe.ticks import tick
 from policies.core.clock import Clock
 
-BEAT_EVERY_S = 0.25
 _BEATS_PER_FIGURES = 4
 
 
@@ -23,7 +23,7 @@ async def report(port: WorkerPort, clock: Clock, beat: Callable[[], Payload], me
         if count % _BEATS_PER_FIGURES == 0:
             publish_figures(port, metrics())
         count += 1
-        await clock.sleep(BEAT_EVERY_S)
+        await tick(clock)
 
 
 def publish_figures(port: WorkerPort, metrics: Metrics) -> None:

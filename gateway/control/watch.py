@@ -1,6 +1,6 @@
 """Notices changes of files and folders: saves, renames, swaps of a symbolic link, folders that come and go.
 
-The truth is a signature (inode, size, time) of everything watched, taken twice a second at least; the operating
+The truth is a signature (inode, size, time) of everything watched, taken once a second at least; the operating
 system's notifications only make it quicker. So it also works where there are none: network file systems, a swapped link
 above the folder, too many watches.
 """
@@ -22,7 +22,7 @@ OnChange = Callable[[frozenset[Path]], Awaitable[float | None]]
 _Stamp = tuple[int, int, int, int]
 _Signature = dict[Path, _Stamp]
 
-POLL_S = 0.5
+POLL_S = 1.0
 #: Changes are reported once nothing has moved for this long, but not later than MAX_SETTLE_S after the first.
 SETTLE_S = 0.1
 MAX_SETTLE_S = 0.8
@@ -94,7 +94,7 @@ class Watcher:
                 if present:
                     # Everything counts, also the `..data` link of a mounted ConfigMap: no filter. Each step wakes a thread, so
                     # short ones would be the most that an idle supervisor does.
-                    async for _ in awatch(*present, watch_filter=None, debounce=200, step=200, recursive=False):
+                    async for _ in awatch(*present, watch_filter=None, debounce=400, step=400, recursive=False):
                         self._wake.set()
                         if not all(folder.is_dir() for folder in present):
                             break

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from gateway.observe.metric_store import Metrics
+from gateway.observe.ticks import tick
 from policies.core.clock import Clock
-
-_EVERY_S = 0.25
 
 
 async def watch_loop_lag(metrics: Metrics, clock: Clock) -> None:
     """Runs until cancelled. A sample is how much longer than asked a short sleep took."""
     lag = metrics.histogram("gateway_loop_lag_seconds", "Seconds by which the event loop was late.")
     while True:
-        asked = clock.now() + _EVERY_S
-        await clock.sleep(_EVERY_S)
-        lag.observe(max(0.0, clock.now() - asked))
+        lag.observe(await tick(clock))

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Awaitable
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ from backends.onnx.session import (
     full_provider_name,
     provider_of,
 )
-from policies.core.clock import SystemClock
+from policies.core.clock import FakeClock, SystemClock
 from policies.core.deadline import Deadline
 from policies.core.errors import DeadlineExceeded, InvalidRequest, LimitReached, ModelFailed, ModelNotReady
 
@@ -189,3 +190,36 @@ async def test_closing_refuses_what_waits_and_what_comes(soon: Deadline) -> None
     gate.go.set()
     assert await running == "done"
     await closing
+
+
+async def test_short_runs_are_made_on_the_loop_when_that_is_asked_for() -> None:
+    """Not before one has been timed, not while another waits, and not once they have become long."""
+    clock = FakeClock()
+    thread = OneThread("m", on_loop_s=0.001)
+    here = threading.get_ident()
+
+    def run(_options: object, seconds: float = 0.0) -> int:
+        clock.advance(seconds)
+        return threading.get_ident()
+
+    def ask(seconds: float = 0.0) -> Awaitable[int]:
+        return thread.run(run, Deadline.after(60.0, clock), seconds)
+
+    assert await ask() != here
+    assert await ask() == here
+    assert await ask(0.5) == here  # who could know
+    assert await ask() != here
+    for _ in range(200):
+        await ask()
+    assert await ask() == here
+    first, second = await asyncio.gather(ask(), ask())
+    assert {first, second} == {here}
+    await thread.aclose()
+
+
+async def test_runs_are_made_on_the_thread_unless_asked_otherwise() -> None:
+    thread = OneThread("m")
+    for _ in range(3):
+        found = await thread.run(lambda _options: threading.get_ident(), Deadline.after(60.0, SystemClock()))
+        assert found != threading.get_ident()
+    await thread.aclose()
