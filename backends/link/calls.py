@@ -188,6 +188,11 @@ class StreamCall:
         self._timer: asyncio.TimerHandle | None = None
         self._waiting: asyncio.Future[bool] | None = None
 
+    @property
+    def drained(self) -> bool:
+        """Is it over, with every chunk taken?"""
+        return self.over and not self._chunks
+
     def take(self) -> Chunk | None:
         """The next chunk that has arrived; None = none now. Raises the error of a stream that failed after its last."""
         if self._chunks:

@@ -157,15 +157,17 @@ async def _first(call: StreamCall, deadline: Deadline) -> Chunk | None:
 async def _next(call: StreamCall, limits: StreamLimits, total: Deadline) -> Chunk | None:
     """The next chunk after the first content; None at the end."""
     idle: Deadline | None = None
-    while total.expired() or (chunk := call.take()) is None:
-        if call.over:
-            return None
+    while True:
+        # What has arrived counts for nothing after the total: without its end it must not pass for a whole answer.
+        if call.drained or not total.expired():
+            chunk = call.take()
+            if chunk is not None or call.over:
+                return chunk
         idle = idle or total.within(limits.idle_s)
         if not await call.arrival(idle):
             if idle.at >= total.at:
                 raise TotalTimeout(f"the stream ran past {limits.total_s:g} s", call.backend)
             raise IdleTimeout(f"nothing for {limits.idle_s:g} s", call.backend)
-    return chunk
 
 
 def _no_content(backend: str) -> FirstTokenTimeout:

@@ -12,7 +12,7 @@ from gateway.observe.metric_store import Metrics
 from gateway.observe.ticks import tick
 from policies.core.clock import Clock
 
-_BEATS_PER_FIGURES = 4
+BEATS_PER_FIGURES = 4
 
 
 async def report(port: WorkerPort, clock: Clock, beat: Callable[[], Payload], metrics: Callable[[], Metrics]) -> None:
@@ -20,7 +20,7 @@ async def report(port: WorkerPort, clock: Clock, beat: Callable[[], Payload], me
     count = 0
     while True:
         port.publish("beat", beat())
-        if count % _BEATS_PER_FIGURES == 0:
+        if count % BEATS_PER_FIGURES == 0:
             publish_figures(port, metrics())
         count += 1
         await tick(clock)

@@ -24,6 +24,7 @@ from gateway.load.bench.bare import CHAT_PATH
 from gateway.load.bench.closed import ClosedLoop
 from gateway.load.bench.crews import SLOW, Crew, busy_shares, core_times, own_cpu_s, pin
 from gateway.load.bench.generator import Generator, body
+from gateway.load.bench.hub_cost import worker_share
 from gateway.load.bench.model_pairs import Added, Pairs, check_models, texts, vectors
 from gateway.load.bench.processes import BenchError, Stage
 from gateway.load.bench.slow_upstream import SlowUpstream
@@ -134,7 +135,7 @@ class Workers:
             shortened=options.shortened,
             notes=_notes(stage, wrk),
         )
-        return make_report(setting, Found(pairs, idle, restarts, stops, scores, embeddings))
+        return make_report(setting, Found(pairs, idle, await worker_share(), restarts, stops, scores, embeddings))
 
     # ------------------------------------------------------------------------------------------ one and two workers
 

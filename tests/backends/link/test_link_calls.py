@@ -309,6 +309,30 @@ async def test_what_has_arrived_counts_for_nothing_after_the_total(tmp_path):
     await host.aclose()
 
 
+async def test_an_end_behind_what_came_too_late_does_not_make_it_whole(tmp_path):
+    """The reader is slow: all of the stream is here when its total is over, and only a part has been read."""
+    host = await FrozenHost().start(tmp_path / "models.sock")
+    worker = Worker(tmp_path / "models.sock", SystemClock())
+    worker.link.start()
+    await until(lambda: worker.light.ready)
+    clock = FakeClock()
+    stream = worker.light.stream(REQUEST, Deadline.after(5, clock))
+    first = asyncio.ensure_future(anext(stream))
+    number = (await until(lambda: host.calls("stream")))[0][1]
+    for text in (b"1", b"2", b"3"):
+        host.say("chunk", number, text, "content")
+    host.say("end", number)
+    assert (await first).data == b"1"
+    assert (await anext(stream)).data == b"2"
+    call = worker.link._calls._open[number]
+    await until(lambda: call.over)
+    clock.advance(StreamLimits().total_s)
+    with pytest.raises(er.TotalTimeout):
+        await anext(stream)
+    await worker.link.aclose()
+    await host.aclose()
+
+
 async def test_a_stream_that_never_ends_is_cut_at_its_total(tmp_path):
     backend = Asked()
     async with linked(tmp_path, backend) as (_, [worker]):

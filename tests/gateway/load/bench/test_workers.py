@@ -18,6 +18,7 @@ from gateway.known import known_names
 from gateway.load.bench import crews
 from gateway.load.bench.crews import Crew, busy_shares, core_times, own_cpu_s
 from gateway.load.bench.generator import Measured
+from gateway.load.bench.hub_cost import worker_share
 from gateway.load.bench.model_pairs import Added, Pairs, check_models, texts, vectors
 from gateway.load.bench.processes import BenchError, Stage
 from gateway.load.bench.workers import WorkersOptions, quicker
@@ -72,10 +73,10 @@ def report(
             for path, us in (("hit", 77), ("miss", 63))
         ),
     ]
-    idle = Idle(0.003, worker, 0.002)
+    idle = Idle(0.03, 0.03, 0.02)
     added = Added(100, 0.8, 0.8 + added_ms, added_ms, 0.7, 1.0, others)
     loads = [restart or steadily()], [stop or steadily()]
-    return make_report(setting, Found(pairs, idle, *loads, added, added))
+    return make_report(setting, Found(pairs, idle, worker, *loads, added, added))
 
 
 def test_ratios_are_medians_of_pairs_on_all_cores_and_costs_of_those_on_one():
@@ -96,8 +97,8 @@ def test_all_good_is_exit_code_0():
 @pytest.mark.parametrize(
     ("changes", "missed"),
     [
-        ({"supervisor": 0.011}, "supervisor_core_share"),
-        ({"worker": 0.011}, "idle_worker_core_share"),
+        ({"supervisor": 0.011}, "hub_core_share"),
+        ({"worker": 0.011}, "hub_core_share"),
         ({"restart": steadily(**{"kept: refused": 1})}, "rolling_restart_failed"),
         ({"stop": steadily(**{"new: closed": 2})}, "graceful_stop_failed"),
         ({"added_ms": 0.31}, "model_host_added_p50_ms"),
@@ -241,3 +242,7 @@ def test_without_models_it_says_what_is_missing(tmp_path):
         check_models(tmp_path)
     told = CliRunner().invoke(app, ["workers", "--quick"], env={"GATEWAY_HOME": str(tmp_path), "GATEWAY_CONFIG": ""})
     assert told.exit_code == 2 and "gateway models build" in told.output
+
+
+async def test_a_worker_s_part_in_the_hub_is_small_and_not_nothing():
+    assert 0.0 < await worker_share() < 0.01
