@@ -92,6 +92,11 @@ class FrameConnection(asyncio.BufferedProtocol):
         if self.transport is not None:
             self.transport.close()
 
+    def abort(self) -> None:
+        """Close at once; what is waiting is not sent."""
+        if self.transport is not None:
+            self.transport.abort()
+
     # ------------------------------------------------------------------------------------------- asyncio's side
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -143,6 +148,5 @@ class FrameConnection(asyncio.BufferedProtocol):
             self._lost(exc)
 
     def _end(self, error: Exception) -> None:
-        if self.transport is not None:
-            self.transport.abort()
+        self.abort()
         self.connection_lost(error)

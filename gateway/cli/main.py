@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib import import_module
+from pathlib import Path
 
 import typer
 
@@ -29,6 +31,7 @@ PROCESSES = {
     "worker": "gateway.cli.process:worker_app",
     "model-host": "gateway.cli.process:model_host_app",
 }
+_STDERR = 2
 HELP = {
     "backends": "See the backends and their breakers.",
     "cache": "See the caches.",
@@ -47,6 +50,7 @@ HELP = {
 
 def main() -> None:
     """Entry point of the command `gateway`."""
+    open_standard_streams()
     arguments = sys.argv[1:]
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         _overview()
@@ -72,6 +76,19 @@ def main() -> None:
     except ConfigError as error:
         print("\n".join(error.problems), file=sys.stderr)
         raise SystemExit(2) from None
+
+
+def open_standard_streams() -> None:
+    """Give a standard stream that was closed by whoever started this process to /dev/null.
+
+    Else the next socket gets its number: log lines would go to it, and event loops end the process when they close it.
+    """
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= _STDERR:
+        os.set_inheritable(fd, True)
+    os.close(fd)
+    # For these Python has put None, which is no file to write to.
+    sys.stdout = sys.stdout or Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115  for as long as the process lives
+    sys.stderr = sys.stderr or Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115  for as long as the process lives
 
 
 def _overview() -> None:

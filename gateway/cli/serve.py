@@ -15,7 +15,7 @@ import typer
 import uvloop
 from msgspec.structs import replace
 
-from gateway.config import HEAVY, STAND_IN_URL, load_config
+from gateway.config import HEAVY, STAND_IN_URL, config_path, load_config
 from gateway.config_sections import MOST_WORKERS, Config
 from gateway.control.crew import CannotServeAtAll
 from gateway.control.process import settle_garbage_collector
@@ -54,12 +54,7 @@ def serve(
 ) -> None:
     """Run the gateway until SIGTERM or Ctrl-C. SIGHUP reads the file again and replaces the workers."""
 
-    def configured() -> Config:
-        config = load_config(config_file, os.environ)
-        if policies is not None:
-            config = replace(config, policies_dir=policies.absolute())
-        return config if workers is None else replace(config, workers=workers)
-
+    configured = reader(config_file, policies, workers)
     config = configured()
     sink = logs.configure(config.log.level, human=config.log.format == "console")
     stand_in = _start_stand_in(config) if with_stand_in else None
@@ -74,6 +69,20 @@ def serve(
     finally:
         if stand_in is not None:
             _stop(stand_in)
+
+
+def reader(config_file: Path | None, policies: Path | None, workers: int | None) -> Callable[[], Config]:
+    """Reads the configuration, each time anew, with what the command line changes. Each call may raise ConfigError."""
+    # Found once: a file that has gone meanwhile is a mistake to be told of, not a wish for the built-in defaults.
+    found = config_file or config_path(os.environ)
+
+    def configured() -> Config:
+        config = load_config(found, os.environ)
+        if policies is not None:
+            config = replace(config, policies_dir=policies.absolute())
+        return config if workers is None else replace(config, workers=workers)
+
+    return configured
 
 
 async def run(config: Config, reread: Callable[[], Config], sink: LogSink) -> None:

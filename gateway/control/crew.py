@@ -52,16 +52,12 @@ class Crew(Protocol):
         a line each."""
         ...
 
-    def leave(self) -> None:
-        """Begin a graceful end: not ready from now on."""
-        ...
-
     def hurry(self) -> None:
         """No longer wait for what is under way."""
         ...
 
     async def stop(self) -> None:
-        """The graceful end, to its end."""
+        """The graceful end: not ready from now on, then all that is under way, then every process."""
         ...
 
     async def families(self) -> Mapping[str, list[Family]]:

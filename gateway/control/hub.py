@@ -23,6 +23,9 @@ Action = Callable[[Payload], Awaitable[Any]]
 #: `heard(worker, topic, payload)`.
 Listener = Callable[[str, str, Payload], None]
 
+#: How long whoever is asked may take to answer, unless it is known to take longer.
+ANSWER_S = 5.0
+
 
 class Ack(msgspec.Struct, frozen=True):
     """One worker's answer to a command or query. `error` is empty when it went well."""
@@ -30,8 +33,10 @@ class Ack(msgspec.Struct, frozen=True):
     worker: str
     value: Any = None
     error: str = ""
-    #: False = it could not be asked, or has not answered in time; it may still act.
+    #: False = it has not answered (in time), or was not there to be asked; it may still act.
     reached: bool = True
+    #: False = it was not there.
+    asked: bool = True
 
     @property
     def refused(self) -> bool:
@@ -42,8 +47,8 @@ class Ack(msgspec.Struct, frozen=True):
 class Hub(Protocol):
     """What the supervisor's side sees."""
 
-    async def command(self, name: str, payload: Payload) -> list[Ack]:
-        """One acknowledgement a worker, also from those that could not be reached."""
+    async def command(self, name: str, payload: Payload, limit_s: float = ANSWER_S) -> list[Ack]:
+        """One acknowledgement a worker, also from those that could not be reached, or not within `limit_s`."""
         ...
 
     async def query(self, name: str, payload: Payload) -> list[Ack]: ...
@@ -118,7 +123,8 @@ class InProcessHub:
         for listener in self._listeners:
             listener(worker, topic, _through_the_wire(payload))
 
-    async def command(self, name: str, payload: Payload) -> list[Ack]:
+    async def command(self, name: str, payload: Payload, _limit_s: float = ANSWER_S) -> list[Ack]:
+        # Whoever works in this very process cannot be lost.
         return await self._ask_all("command", name, payload)
 
     async def query(self, name: str, payload: Payload) -> list[Ack]:

@@ -24,6 +24,8 @@ from policies.core.clock import Clock
 _log = structlog.get_logger("gateway.hub")
 
 RECONNECT_S = 0.2
+#: How long the end of a process may wait for the supervisor to read what was sent.
+CLOSE_S = 1.0
 #: Topics of which only the latest counts: not sent to a supervisor that does not read.
 _LATEST_COUNTS = ("beat", "metrics")
 
@@ -81,16 +83,18 @@ class HubClient:
     async def _keep_connected(self) -> None:
         while True:
             await self._lost.wait()
-            # A process that ends closes its connections before its children have another parent: look more than once.
-            while self._parent_alive():
+            while True:
+                # A process that ends closes its connections before its children have another parent, and one that refuses
+                # us is not to be asked without a pause.
+                await self._clock.sleep(RECONNECT_S)
+                if not self._parent_alive():
+                    self.orphaned.set()
+                    return
                 try:
                     await self._open()
                     break
                 except OSError:
-                    await self._clock.sleep(RECONNECT_S)
-            else:
-                self.orphaned.set()
-                return
+                    continue
             _log.info("hub_connected_again")
             self._offer()
             for tell in self._port.on_connected if self._port is not None else ():
@@ -119,13 +123,15 @@ class HubClient:
                 raise ValueError("this is no message of the hub")
 
     async def _act(self, number: int, kind: str, name: str, payload: Payload) -> None:
-        assert self._port is not None
-        value, error = await self._port.act(kind, name, payload)
-        if self._connection is not None:
-            try:
-                self._connection.send(["ack", number, value, error])
-            except (TypeError, ValueError) as problem:
-                self._connection.send(["ack", number, None, f"the answer cannot be sent: {problem}"])
+        # Not by a later connection: there the number is another question's.
+        port, connection = self._port, self._connection
+        assert port is not None
+        assert connection is not None
+        value, error = await port.act(kind, name, payload)
+        try:
+            connection.send(["ack", number, value, error])
+        except (TypeError, ValueError, OverflowError) as problem:
+            connection.send(["ack", number, None, f"the answer cannot be sent: {problem}"])
 
     def _on_lost(self, error: Exception | None) -> None:
         if error is not None:
@@ -146,4 +152,9 @@ class HubClient:
         connection = self._connection
         if connection is not None and connection.open:
             connection.close()
-            await self._lost.wait()
+            try:
+                async with asyncio.timeout(CLOSE_S):
+                    await self._lost.wait()
+            except TimeoutError:
+                # A supervisor that stands still must not keep this process from ending.
+                connection.abort()

@@ -5,8 +5,8 @@ member needs to begin, or refuses. From its offer on the member is asked for wha
 
     connected   said hello; has been given its start
     offered     has built itself and said what it does
-    joined      commands must reach it, queries are answered by it
-    leaving     queries only: it is on its way out
+    joined      commands must reach it, queries are answered by it: also while it is on its way out, for a key that is
+                revoked must not be good there for the length of a drain
 """
 
 from __future__ import annotations
@@ -22,13 +22,11 @@ from typing import Any
 import structlog
 
 from backends.frames import FrameConnection
-from gateway.control.hub import Ack, Listener, Payload
+from gateway.control.hub import ANSWER_S, Ack, Listener, Payload
 from policies.core.clock import Clock
 
 _log = structlog.get_logger("gateway.hub")
 
-#: How long a member may take to answer.
-ANSWER_S = 5.0
 #: A member that has not been heard of for this long is not waited for: it gets the message when it reads again.
 SILENT_S = 1.5
 
@@ -48,7 +46,6 @@ class Member:
         self.queries: frozenset[str] = frozenset()
         self.offered = asyncio.Event()
         self.joined = False
-        self.leaving = False
         self.heard_at = clock.now()
 
     def silent_s(self) -> float:
@@ -72,8 +69,8 @@ class Member:
             return Ack(self.name, value, error, reached)
         except TimeoutError:
             return Ack(self.name, error=f"no answer within {limit_s:g} s", reached=False)
-        except ValueError as error:
-            return Ack(self.name, error=str(error))
+        except (TypeError, ValueError, OverflowError) as error:
+            return Ack(self.name, error=f"it cannot be asked that: {error}")
         finally:
             del self._asked[number]
 
@@ -122,8 +119,6 @@ class HubServer:
 
     on_hello
         Called with a member that has said who it is; returns its start, or None to refuse it.
-    on_lost
-        Called when a member that had said hello is gone.
     absent
         Names of workers that are not there now, with the reason: they are in every command's acknowledgements.
     """
@@ -135,7 +130,6 @@ class HubServer:
         self._server: asyncio.Server | None = None
         self.members: list[Member] = []
         self.on_hello: Callable[[Member], Payload | None] = lambda _member: None
-        self.on_lost: Callable[[Member], None] = lambda _member: None
         self.absent: Callable[[], dict[str, str]] = dict
 
     async def listen(self, path: Path) -> None:
@@ -165,17 +159,19 @@ class HubServer:
 
     # ---------------------------------------------------------------------------------------------- the hub's verbs
 
-    async def command(self, name: str, payload: Payload) -> list[Ack]:
+    async def command(self, name: str, payload: Payload, limit_s: float = ANSWER_S) -> list[Ack]:
         members = [member for member in self.members if member.joined and name in member.commands]
-        acks = await asyncio.gather(*(member.ask("command", name, payload) for member in members))
-        reached = {ack.worker for ack in acks}
+        acks = await asyncio.gather(*(member.ask("command", name, payload, limit_s) for member in members))
+        told = {ack.worker for ack in acks}
         missing = [
-            Ack(worker, error=why, reached=False) for worker, why in self.absent().items() if worker not in reached
+            Ack(worker, error=why, reached=False, asked=False)
+            for worker, why in self.absent().items()
+            if worker not in told
         ]
         return sorted([*acks, *missing], key=lambda ack: ack.worker)
 
     async def query(self, name: str, payload: Payload) -> list[Ack]:
-        members = [m for m in self.members if (m.joined or m.leaving) and name in m.queries]
+        members = [member for member in self.members if member.joined and name in member.queries]
         acks = await asyncio.gather(*(member.ask("query", name, payload) for member in members))
         return sorted(acks, key=lambda ack: ack.worker)
 
@@ -184,7 +180,7 @@ class HubServer:
 
     def tell_others(self, worker: str, topic: str, payload: Payload) -> None:
         for member in self.members:
-            if member.name != worker and (member.joined or member.leaving):
+            if member.name != worker and member.joined:
                 member.tell(topic, payload)
 
     # ---------------------------------------------------------------------------------------------- from the members
@@ -197,6 +193,6 @@ class HubServer:
         if error is not None:
             _log.warning("hub_connection_broken", worker=member.name, reason=f"{type(error).__name__}: {error}")
         if member in self.members:
+            # The end of a connection says nothing about the process: that is watched by itself.
             self.members.remove(member)
-            member.joined = member.leaving = False
-            self.on_lost(member)
+            member.joined = False

@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import structlog
+
 from gateway.config_sections import Config
 from gateway.control.crew import Agreement
 from gateway.control.facts import FactBoard
@@ -16,6 +18,8 @@ from gateway.control.worker import Worker
 from gateway.observe.fleet import Fleet
 from gateway.observe.metric_store import Family
 from policies.core.clock import Clock
+
+_log = structlog.get_logger("gateway.supervisor")
 
 NAME = "worker-1"
 
@@ -36,7 +40,9 @@ class InProcessCrew:
         self._fleet = Fleet()
         self._worker: Worker | None = None
         self._port: WorkerPort | None = None
+        #: Those that have a successor, and their processes' names; each ends in a task of its own.
         self._leaving: dict[Worker, str] = {}
+        self._ending: set[asyncio.Task[None]] = set()
         self._started_at = clock.now()
         self._starts = 0
         self._hurried = False
@@ -86,12 +92,29 @@ class InProcessCrew:
             old, old_port = self._worker, self._port
             assert old is not None
             assert old_port is not None
-            new, port = await self._new(at_once=False)
-            await new.ready()
+            try:
+                new, port = await self._successor()
+            except Exception as error:
+                _log.exception("worker_not_replaced")
+                return [f"{NAME} was not replaced: {type(error).__name__}: {error}"]
             self._leaving[old] = old_port.worker
             self._worker, self._port = new, port
-            await self._end(old, old_port, replaced=True)
+            ending = asyncio.create_task(self._end(old, old_port, replaced=True), name="end-replaced")
+            self._ending.add(ending)
+            ending.add_done_callback(self._ending.discard)
+            # Should this restart be given up, the old worker goes on to its end: it has requests under way.
+            await asyncio.shield(ending)
             return []
+
+    async def _successor(self) -> tuple[Worker, WorkerPort]:
+        """A second worker, which is ready. When it cannot be had, nothing is left of it."""
+        new, port = await self._new(at_once=False)
+        try:
+            await new.ready()
+        except BaseException:
+            await self._end(new, port, replaced=False)
+            raise
+        return new, port
 
     async def _end(self, worker: Worker, port: WorkerPort, *, replaced: bool) -> None:
         if self._hurried:
@@ -104,9 +127,6 @@ class InProcessCrew:
             self._fleet.heard(port.worker, worker.metrics().plain())
             self._fleet.ended(port.worker)
 
-    def leave(self) -> None:
-        """The worker does all of it: see `stop`."""
-
     def hurry(self) -> None:
         self._hurried = True
         for worker in (self._worker, *self._leaving):
@@ -116,12 +136,16 @@ class InProcessCrew:
     async def stop(self) -> None:
         close_groups(self._sockets)
         if self._worker is not None and self._port is not None:
-            await self._end(self._worker, self._port, replaced=False)
-            self._worker = None
+            worker, port = self._worker, self._port
+            self._leaving[worker] = port.worker
+            self._worker = self._port = None
+            await asyncio.gather(self._end(worker, port, replaced=False), *self._ending)
 
     async def families(self) -> Mapping[str, list[Family]]:
-        own = {self._port.worker: self.worker.metrics().families()} if self._port is not None else {}
-        return {**self._fleet.families(), **own}
+        alive = dict(self._leaving)
+        if self._worker is not None and self._port is not None:
+            alive[self._worker] = self._port.worker
+        return {**self._fleet.families(), **{name: worker.metrics().families() for worker, name in alive.items()}}
 
     def status(self) -> list[dict[str, Any]]:
         worker = self._worker

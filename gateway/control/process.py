@@ -1,7 +1,9 @@
 """What the gateway's processes have in common: they meet the supervisor at the hub, begin when told, and end when told, or
 when there is no supervisor any more.
 
-    SIGTERM, or the supervisor is gone    a graceful end; a second SIGTERM no longer waits for what is under way
+    SIGTERM, or the supervisor is gone    a graceful end, however often: whoever runs the gateway may send it to every
+                                          process (systemd does), and the supervisor sends it too
+    HURRY                                 no longer wait for what is under way
     SIGINT, SIGHUP                        the supervisor's business
 """
 
@@ -12,7 +14,7 @@ import contextlib
 import gc
 import os
 import signal
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,8 @@ from gateway.version import version
 from policies.core.clock import Clock
 
 _log = structlog.get_logger("gateway.process")
+
+HURRY = signal.SIGUSR1
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +94,10 @@ async def run_process(place: Place, clock: Clock, build: Callable[[Start, Worker
         asyncio.create_task(ending.orphaned_by(hub), name="orphaned"),
     ]
     try:
-        await _until_asked(ending, tasks[1])
+        await _until_asked(ending, tasks)
+        # What has not been begun by now is not begun any more: the end would not know of it.
+        tasks[1].cancel()
+        await asyncio.wait(tasks[1:2])
         _log.info("stopping", **life.beat())
         await life.stop(ending.replaced)
         publish_figures(port, life.metrics())
@@ -130,13 +137,15 @@ async def _begin(began: asyncio.Future[bool], life: Life, port: WorkerPort) -> N
     port.on_connected.append(lambda: port.publish("ready", {}))
 
 
-async def _until_asked(ending: _Ending, beginning: asyncio.Task[None]) -> None:
-    """Until the end is asked for. Raises what went wrong with the beginning."""
+async def _until_asked(ending: _Ending, tasks: Sequence[asyncio.Task[None]]) -> None:
+    """Until the end is asked for. Raises what went wrong with one of the tasks: a process without it would be of no use,
+    and nobody would know why."""
     asked = asyncio.create_task(ending.asked.wait())
-    await asyncio.wait((asked, beginning), return_when=asyncio.FIRST_COMPLETED)
-    if beginning.done() and not asked.done():
-        beginning.result()
-        await asked
+    running = {asked, *tasks}
+    while not asked.done():
+        done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
     asked.cancel()
 
 
@@ -147,18 +156,16 @@ class _Ending:
         self.asked = asyncio.Event()
         self.replaced = False
         self.hurry: Callable[[], None] = lambda: None
-        self._signalled = False
 
     def watch_signals(self) -> None:
         loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGTERM, self._on_signal)
+        loop.add_signal_handler(signal.SIGTERM, self.asked.set)
+        loop.add_signal_handler(HURRY, self._on_hurry)
         for number in (signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
 
-    def _on_signal(self) -> None:
-        if self._signalled:
-            self.hurry()
-        self._signalled = True
+    def _on_hurry(self) -> None:
+        self.hurry()
         self.asked.set()
 
     async def orphaned_by(self, hub: HubClient) -> None:

@@ -12,7 +12,6 @@ import asyncio
 import os
 import shutil
 import sys
-import tempfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -22,12 +21,15 @@ from typing import Any
 import structlog
 
 from gateway.config_sections import Config
+from gateway.control.adoption import Adoption
 from gateway.control.crew import Agreement, CannotServeAtAll
 from gateway.control.facts import ALL_TOPIC, FactBoard
 from gateway.control.hub import Payload
 from gateway.control.hub_server import HubServer, Member
+from gateway.control.private_folder import make_private_folder
+from gateway.control.process import HURRY
 from gateway.control.restarts import RestartRule
-from gateway.control.seat import Child, Process, Seat, SeatHooks
+from gateway.control.seat import START_S, Child, Process, Seat, SeatHooks
 from gateway.control.sockets import Group, bind_sockets, close_groups, descriptors, spec_of
 from gateway.control.start import Start, to_payload
 from gateway.control.worker import IDLE_LEAVE_S, LAME_DUCK_S
@@ -56,8 +58,9 @@ class ProcessCrew:
         self._clock = clock
         self._random = random
         self.hub = HubServer(clock, version())
-        self.hub.on_hello, self.hub.on_lost, self.hub.absent = self._on_hello, self._on_lost, self._absent
+        self.hub.on_hello, self.hub.absent = self._on_hello, self._absent
         self.hub.subscribe(self._on_published)
+        self._adoption = Adoption(self.hub)
         self._folder = Path()
         self._sockets: list[Group] = []
         self._agreement: Agreement | None = None
@@ -86,8 +89,7 @@ class ProcessCrew:
         self._agreement, self._board = agreement, board
         config = self._config
         self._sockets = bind_sockets(config.listen.host, config.listen.port, config.workers)
-        # A short path: the system allows about a hundred characters. Only this user can look into the folder.
-        self._folder = Path(tempfile.mkdtemp(prefix="gateway-"))
+        self._folder = make_private_folder()
         await self.hub.listen(self._folder / "hub.sock")
         if in_process_models(config):
             self._models_at = str(self._folder / "models-1.sock")
@@ -137,22 +139,19 @@ class ProcessCrew:
             await self._clock.sleep(0.01)
             children = [seat.current for seat in self._seats]
 
-    def leave(self) -> None:
-        # The workers hold the sockets too, and close them when their queues are empty.
-        close_groups(self._sockets)
-        for seat in self._workers:
-            seat.begin_stop()
-
     def hurry(self) -> None:
         for seat in self._workers:
             for child in seat.children:
-                child.signal(Signals.SIGTERM)
+                child.signal(HURRY)
 
     async def stop(self) -> None:
         if self._looking is not None:
             self._looking.cancel()
             await asyncio.gather(self._looking, return_exceptions=True)
-        self.leave()
+        # The workers hold the sockets too, and close them when their queues are empty.
+        close_groups(self._sockets)
+        for seat in self._workers:
+            seat.begin_stop()
         limit_s = LAME_DUCK_S + self._config.drain_s + _GRACE_S
         await asyncio.gather(*(seat.stopped(limit_s) for seat in self._workers))
         if self._host is not None:
@@ -172,34 +171,42 @@ class ProcessCrew:
         async with self._restarting:
             self._config = config
             problems: list[str] = []
-            host_before = await self._new_host(problems) if self._host is not None else None
+            host = self._host
+            if host is not None:
+                await self._new_host(host, problems)
             for seat in self._workers:
                 try:
                     old = await seat.succeed()
                 except (RuntimeError, OSError) as error:
-                    # The others would end in the same way: keep what works.
-                    problems.append(f"{seat.name} was not replaced: {error}")
-                    break
-                if old is not None and old.member is not None:
-                    await old.member.ask("command", "leave", {})
-                    await seat.ended(old, self._config.drain_s + IDLE_LEAVE_S + _GRACE_S)
-            if host_before is not None and self._host is not None:
-                host_before.signal(Signals.SIGTERM)
-                await self._host.ended(host_before, self._config.drain_s + _GRACE_S)
+                    # The others would end in the same way: keep what works, and the host that it has its models from.
+                    problems.append(f"{seat.name} was not replaced, nor were those after it: {error}")
+                    return problems
+                if old is not None:
+                    await self._see_off(seat, old)
+            for before in tuple(host.leaving) if host is not None else ():
+                assert host is not None
+                before.signal(Signals.SIGTERM)
+                await host.ended(before, self._config.drain_s + _GRACE_S)
             return problems
 
-    async def _new_host(self, problems: list[str]) -> Child | None:
+    async def _see_off(self, seat: Seat, old: Child) -> None:
+        """Its successor serves: it finishes what it has and ends."""
+        ack = await old.member.ask("command", "leave", {}) if old.member is not None else None
+        if ack is None or ack.error:
+            # It has only just been launched, has lost its connection, or stands still: a signal waits for it.
+            old.signal(Signals.SIGTERM)
+        await seat.ended(old, self._config.drain_s + IDLE_LEAVE_S + _GRACE_S)
+
+    async def _new_host(self, host: Seat, problems: list[str]) -> None:
         """A second host beside the first, for the workers to come: nobody is without models at any moment."""
-        assert self._host is not None
         before = self._models_at
         stem, _, number = before.removesuffix(".sock").rpartition("-")
         self._models_at = f"{stem}-{int(number) + 1}.sock"
         try:
-            return await self._host.succeed()
+            await host.succeed()
         except (RuntimeError, OSError) as error:
             self._models_at = before
             problems.append(f"the model host was not replaced: {error}")
-            return None
 
     # ------------------------------------------------------------------------------------------- from the processes
 
@@ -215,17 +222,21 @@ class ProcessCrew:
         child.connected.set()
         if again is not None:
             # It had lost its connection, and may have missed something.
-            self._spawn(self._rejoin(child))
+            self._spawn(self._repair(child))
         start = Start(self._config, self._agreement.standing, self._models_at, self._board.known())
         return to_payload(start)
 
-    async def _rejoin(self, child: Child) -> None:
+    async def _repair(self, child: Child) -> None:
+        """Of a process that has missed something; `_look` tries again when it does not work."""
         assert child.member is not None
-        await child.member.offered.wait()
-        await self._bring_up_to_date(child)
-
-    def _on_lost(self, member: Member) -> None:
-        """The end of a connection says nothing about the process: that is watched by itself."""
+        try:
+            async with asyncio.timeout(START_S):
+                await child.member.offered.wait()
+            await self._bring_up_to_date(child)
+        except (RuntimeError, TimeoutError) as error:
+            _log.error("worker_behind", worker=child.name, error=str(error) or "it does not offer itself")
+        else:
+            await self._adoption.tell(child.member)
 
     async def _join(self, child: Child) -> None:
         await self._bring_up_to_date(child)
@@ -266,14 +277,17 @@ class ProcessCrew:
 
     def _on_ready(self, seat: Seat, child: Child) -> None:
         if seat is not self._host:
-            self._spawn(self.hub.command("listen.release", {"number": self._workers.index(seat)}))
+            self._spawn(self._adoption.up(self._workers.index(seat)))
+            if child.member is not None:
+                self._spawn(self._adoption.tell(child.member))
 
     def _on_down(self, seat: Seat) -> None:
         if seat is not self._host:
-            self._spawn(self.hub.command("listen.adopt", {"number": self._workers.index(seat)}))
+            self._spawn(self._adoption.down(self._workers.index(seat)))
 
     def _on_gone(self, child: Child) -> None:
         self._fleet.ended(child.name)
+        self._behind_since.pop(child.name, None)
         if self._board is not None:
             self._board.gone(child.name)
 
@@ -299,17 +313,21 @@ class ProcessCrew:
         """A command that a silent worker missed must not be missed for good."""
         assert self._agreement is not None
         child = seat.current
-        if child is None or child.stuck or seat is self._host or self._agreement.changing.locked():
+        if child is None or child.member is None or child.stuck or seat is self._host:
+            return
+        if self._agreement.changing.locked():
             return
         if self._restarting.locked():
             # Who is about to go need not learn what is for those who come.
             return
-        if child.beat.get("generation", 0) == self._agreement.standing.generation or not child.ready.is_set():
+        # One that has not joined again is told of no change at all, not even of keys.
+        same = child.beat.get("generation", 0) == self._agreement.standing.generation and child.member.joined
+        if same or not child.ready.is_set():
             self._behind_since.pop(child.name, None)
         elif now - self._behind_since.setdefault(child.name, now) > _BEHIND_S:
             self._behind_since[child.name] = now
             _log.warning("worker_behind", worker=child.name)
-            self._spawn(self._bring_up_to_date(child))
+            self._spawn(self._repair(child))
 
     # ---------------------------------------------------------------------------------------------------- figures
 

@@ -41,6 +41,10 @@ class RestartRule:
         wait = min(FIRST_WAIT_S * 2.0 ** min(self.in_a_row - 2, 16), MOST_WAIT_S)
         return wait * (1.0 + JITTER * (2.0 * self._random() - 1.0))
 
+    def settled(self) -> None:
+        """The process that lives now has lived for SETTLED_S: its predecessors' trouble is over."""
+        self.in_a_row = 0
+
     @property
     def looping(self) -> bool:
         return self.in_a_row >= LOOP

@@ -21,12 +21,12 @@ from typing import Any, Protocol
 import structlog
 
 from gateway.control.hub_server import SILENT_S, Member
-from gateway.control.restarts import RestartRule
+from gateway.control.restarts import SETTLED_S, RestartRule
 from policies.core.clock import Clock
 
 _log = structlog.get_logger("gateway.supervisor")
 
-#: A process that has not said hello and built itself by then is taken for dead.
+#: A process that has not said hello and built itself by then, or is silent for as long before it is ready, is taken for dead.
 START_S = 60.0
 #: A process that is silent for this long is killed: it serves nobody any more.
 KILL_SILENT_S = 5.0
@@ -126,7 +126,11 @@ class Seat:
         self._launches += 1
         # Every process has a name of its own, so that what two of one seat say is never mixed up.
         name = self.name if self._launches == 1 else f"{self.name}.{self._launches}"
-        return Child(name, await self._start_process(name), self._clock, first=self._launches == 1)
+        child = Child(name, await self._start_process(name), self._clock, first=self._launches == 1)
+        if self._stopping:
+            # Too late to be among those that `begin_stop` asked.
+            child.signal(signal.SIGTERM)
+        return child
 
     def _follow(self, child: Child) -> None:
         task = asyncio.create_task(self._live(child), name=f"follow-{self.name}")
@@ -171,7 +175,7 @@ class Seat:
         was_looping = self.rule.looping
         wait_s = self.rule.ended(self._clock.now() - child.started_at)
         self._next_at = self._clock.now() + wait_s
-        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        how = _how_it_ended(code)
         self.reason = f"it ended ({how})"
         _log.error("process_ended", worker=child.name, pid=child.pid, how=how, again_in_s=round(wait_s, 2))
         if self.rule.looping and not was_looping:
@@ -203,10 +207,19 @@ class Seat:
 
     def look(self) -> None:
         """Called now and then: is the process still there for anybody?"""
-        child = self.current
-        if child is None or child.member is None or not child.ready.is_set():
-            return
-        silent_s = child.member.silent_s()
+        for child in (self.current, self._candidate):
+            if child is None or child.member is None:
+                continue
+            if not child.ready.is_set():
+                if child.member.silent_s() > START_S:
+                    self._kill_silent(child)
+            elif child is self.current:
+                self._look_at(child, child.member.silent_s())
+
+    def _look_at(self, child: Child, silent_s: float) -> None:
+        """At a process that serves."""
+        if self._clock.now() - child.started_at >= SETTLED_S:
+            self.rule.settled()
         if silent_s < SILENT_S:
             if child.stuck:
                 child.stuck = False
@@ -214,20 +227,27 @@ class Seat:
                 _log.warning("process_is_back", worker=child.name, pid=child.pid)
                 self._hooks.ready(self, child)
         elif silent_s > KILL_SILENT_S:
-            _log.error("process_killed", worker=child.name, pid=child.pid, silent_s=round(silent_s, 1))
-            child.signal(signal.SIGKILL)
+            self._kill_silent(child)
         elif not child.stuck:
             child.stuck = True
             self.reason = "it does not answer"
             _log.error("process_silent", worker=child.name, pid=child.pid, silent_s=round(silent_s, 1))
             self._hooks.down(self)
 
+    def _kill_silent(self, child: Child) -> None:
+        assert child.member is not None
+        silent_s = round(child.member.silent_s(), 1)
+        _log.error("process_killed", worker=child.name, pid=child.pid, silent_s=silent_s)
+        child.signal(signal.SIGKILL)
+
     # ------------------------------------------------------------------------------------------------- replacing
 
     async def succeed(self) -> Child | None:
         """Put a successor in the seat and return once it is ready. The process that had the seat until then is in
         `leaving` now, and is returned (None when the seat was empty). Raises RuntimeError, with everything as before, when
-        the successor did not become ready."""
+        the successor did not become ready, or nothing is launched any more."""
+        if self._stopping:
+            raise RuntimeError("the gateway is stopping")
         new = self._candidate = await self._launch()
         self._follow(new)
         ready = asyncio.create_task(new.ready.wait())
@@ -238,7 +258,8 @@ class Seat:
             if self.current is None and not self._stopping:
                 # The one before ended meanwhile, and left the seat to this one.
                 await self._launch_or_wait()
-            raise RuntimeError(f"{new.name} ended with {new.ended.result()} before it was ready; see the log")
+            how = _how_it_ended(new.ended.result())
+            raise RuntimeError(f"{new.name} ended ({how}) before it was ready; its own last log lines say why")
         old, self.current = self.current, new
         if old is not None:
             self.leaving.append(old)
@@ -293,3 +314,14 @@ class Seat:
         if self.current.stuck:
             return "stuck"
         return "serving" if self.current.ready.is_set() else "starting"
+
+
+def _how_it_ended(code: int) -> str:
+    """An exit code in words."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:
+        # Most real-time signals have no name.
+        return f"killed by signal {-code}"

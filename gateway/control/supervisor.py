@@ -74,6 +74,9 @@ class Supervisor:
         self.metrics = Metrics()
         self._observer = Observers([MetricsObserver(self.metrics), LogObserver(clock)])
         self._reloading = asyncio.Lock()
+        self._restarting = asyncio.Lock()
+        #: Rolling restarts that have not begun: they will read the configuration as it is then.
+        self._restarts_due = 0
         self._tasks: set[asyncio.Task[Any]] = set()
         self._stop = asyncio.Event()
         self.admin_port = 0
@@ -122,6 +125,9 @@ class Supervisor:
         self._stop.set()
 
     def _on_hang_up(self) -> None:
+        if self._stop.is_set() or self._restarts_due:
+            # One that has not begun does for all the signals until then.
+            return
         task = asyncio.create_task(self.restart_workers(), name="rolling-restart")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -149,7 +155,20 @@ class Supervisor:
         return [*self.metrics.families(), *process_families(self.crew.status())]
 
     async def restart_workers(self) -> list[str]:
-        """The rolling restart. Returns what went wrong, a line each."""
+        """The rolling restart, one at a time. Returns what went wrong, a line each."""
+        self._restarts_due += 1
+        try:
+            await self._restarting.acquire()
+        finally:
+            self._restarts_due -= 1
+        try:
+            if self._stop.is_set():
+                return ["nothing was restarted: the gateway is stopping"]
+            return await self._restart_workers()
+        finally:
+            self._restarting.release()
+
+    async def _restart_workers(self) -> list[str]:
         _log.info("rolling_restart")
         try:
             await self._take_up_configuration()

@@ -68,7 +68,7 @@ class Worker:
     def __init__(self, parts: WorkerParts) -> None:
         self._parts = parts
         self._tasks: list[asyncio.Task[None]] = []
-        self._warmed = asyncio.Event()
+        self._warming: asyncio.Task[None] | None = None
         self.bound_port = 0
 
     async def start(self, sockets: Sequence[socket], *, at_once: bool = True) -> None:
@@ -79,7 +79,8 @@ class Worker:
             self.bound_port = await parts.listener.start(sockets)
         loop = asyncio.get_running_loop()
         self._tasks += [loop.create_task(place.run(), name=f"model-{place.info.name}") for place in parts.places]
-        self._tasks.append(loop.create_task(self._warm(sockets, at_once=at_once), name="warm-up"))
+        self._warming = loop.create_task(self._warm(sockets, at_once=at_once), name="warm-up")
+        self._tasks.append(self._warming)
         self._tasks.append(loop.create_task(watch_loop_lag(parts.metrics, parts.clock), name="loop-lag"))
 
     async def _warm(self, sockets: Sequence[socket], *, at_once: bool) -> None:
@@ -88,11 +89,12 @@ class Worker:
         self._parts.readiness.warming = False
         if not at_once:
             self.bound_port = await self._parts.listener.start(sockets)
-        self._warmed.set()
 
     async def ready(self) -> None:
-        """Return when each model has been tried once."""
-        await self._warmed.wait()
+        """Return when each model has been tried once and connections are accepted. Raises OSError when they cannot be,
+        CancelledError when the worker is stopped before."""
+        assert self._warming is not None, "the worker has been started"
+        await asyncio.shield(self._warming)
 
     @property
     def in_flight(self) -> int:

@@ -135,7 +135,7 @@ def write_config(folder: Path, upstream: str, *policies: dict[str, Any], **secti
 def environment(folder: Path) -> dict[str, str]:
     env = {"GATEWAY_HOME": str(folder / "home"), "HOME": str(folder), "TEST_CREDENTIAL": CREDENTIAL}
     # What a killed gateway leaves is cleared away with the test's folder, unless a socket's path would become too long.
-    return {**env, "TMPDIR": str(folder)} if len(str(folder)) < 80 else env
+    return {**env, "TMPDIR": str(folder)} if len(str(folder)) < 70 else env
 
 
 class MovableClock(SystemClock):

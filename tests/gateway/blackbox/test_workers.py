@@ -354,6 +354,28 @@ async def test_one_worker_is_replaced_without_a_dropped_request_too(serve, up):
     assert await client.metric("gateway_requests_total") >= load.answered
 
 
+async def test_an_end_in_the_middle_of_a_restart_drops_nothing(serve, up):
+    """Of one worker in the process, and of several: who is being replaced finishes what it has, and is still counted."""
+    for workers in (1, 2):
+        up.play(heavy=(SSE, Step(tokens=Tokens(count=100, every_s=0.03)), *END))
+        gateway = await serve(workers=workers, drain="20s")
+        client = await gateway.ready()
+        assert (await client.chat(EASY)).status == 200
+        async with client.streaming(f"{HARD} {workers}") as stream:
+            await stream.first_content()
+            gateway.signal(signal.SIGHUP)
+
+            async def leaving() -> bool:
+                # Or is it the other one that has the stream?
+                return any(place["leaving"] for place in (await places(client)).values())
+
+            await eventually(leaving, 15.0)
+            assert await client.metric("gateway_requests_total") == 1
+            gateway.signal(signal.SIGTERM)
+            assert (await stream.rest())[-1] == "[DONE]"
+        assert await gateway.ended() == 0
+
+
 async def test_a_crash_loop_is_reported_and_does_not_take_the_others(serve):
     gateway = await serve(workers=2)
     client = await gateway.ready()
@@ -391,6 +413,34 @@ async def test_an_admin_port_that_is_taken_ends_everything(serve):
     assert await other.ended() == 1
     assert f"cannot listen on 127.0.0.1:{port}" in other.errors
     assert "Traceback" not in other.output
+
+
+async def test_an_end_asked_of_every_process_is_graceful(serve, up):
+    """systemd signals all of them, and the supervisor signals its own once more: that is not twice the wish."""
+    up.play(heavy=(SSE, Step(tokens=Tokens(count=80, every_s=0.03)), *END))
+    gateway = await serve(workers=2, drain="5s")
+    client = await gateway.ready()
+    inside = [*(await pids(client)).values()]
+    async with client.streaming(HARD) as stream:
+        await stream.first_content()
+        for pid in inside:
+            os.kill(pid, signal.SIGTERM)
+        gateway.signal(signal.SIGTERM)
+        assert (await stream.rest())[-1] == "[DONE]"
+    assert await gateway.ended() == 0
+
+
+async def test_a_second_signal_no_longer_waits(serve, up):
+    up.play(heavy=(SSE, Step(tokens=Tokens(count=2000, every_s=0.03)), *END))
+    gateway = await serve(workers=2, drain="60s")
+    client = await gateway.ready()
+    async with client.streaming(HARD) as stream:
+        await stream.first_content()
+        gateway.signal(signal.SIGTERM)
+        await until(lambda: gateway.events("stopping"))
+        gateway.signal(signal.SIGTERM)
+        async with asyncio.timeout(8.0):
+            assert await gateway.ended() == 0
 
 
 async def test_an_interrupt_from_the_terminal_is_graceful(serve, up):

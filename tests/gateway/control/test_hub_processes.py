@@ -9,9 +9,9 @@ import pytest
 import structlog
 
 from gateway.control.facts import ALL_TOPIC, FactBoard, HubSharedState
-from gateway.control.hub import WorkerPort
-from gateway.control.hub_client import HubClient, Who
-from gateway.control.hub_server import ANSWER_S, HubServer
+from gateway.control.hub import ANSWER_S, WorkerPort
+from gateway.control.hub_client import CLOSE_S, RECONNECT_S, HubClient, Who
+from gateway.control.hub_server import HubServer
 from policies.core.clock import FakeClock, SystemClock
 from tests.support.waiting import eventually, until
 
@@ -207,6 +207,54 @@ async def test_a_lost_connection_is_made_again_while_the_supervisor_lives(rig):
     member.joined = True
     assert [ack.error for ack in await rig.server.command("name", {})] == [""]
     assert not rig.clients[0].orphaned.is_set()
+
+
+async def test_an_answer_to_a_lost_connection_is_nobody_else_s(rig):
+    """Numbers begin anew with each connection: what was asked on the one before must not answer what is asked now."""
+    go = asyncio.Event()
+
+    def slow(port):
+        async def answer(payload):
+            await go.wait()
+            return payload
+
+        port.queries["name"] = answer
+
+    await rig.worker(1, slow)
+    first = rig.server.members[0]
+    asking = asyncio.create_task(first.ask("query", "name", {"n": 1}))
+    await until(lambda: rig.clients[0]._acting)
+    first.connection.close()
+    assert not (await asking).reached
+    again = await until(lambda: next((m for m in rig.server.members if m.offered.is_set()), None))
+    asking = asyncio.create_task(again.ask("query", "name", {"n": 2}))
+    await until(lambda: len(rig.clients[0]._acting) == 2)
+    go.set()
+    assert (await asking).value == {"n": 2}
+
+
+async def test_who_is_refused_asks_again_after_a_pause_only(rig):
+    client = rig.client(1)
+    await client.connect()
+    client.serve(WorkerPort("worker-1"))
+    greeted = []
+    rig.server.on_hello = greeted.append  # its None refuses
+    rig.clock = FakeClock()
+    client._clock = rig.clock
+    rig.server.members[0].connection.close()
+    for count in range(1, 4):
+        await until(lambda: rig.clock._sleepers)
+        assert len(greeted) == count - 1
+        rig.clock.advance(RECONNECT_S)
+        await until(lambda count=count: len(greeted) == count)
+
+
+async def test_an_end_does_not_wait_for_a_supervisor_that_does_not_read(rig):
+    port = await rig.worker(1)
+    rig.server.members[0].connection.transport.pause_reading()
+    port.publish("fact", {"much": "x" * (8 << 20)})
+    async with asyncio.timeout(CLOSE_S + 2.0):
+        await rig.clients[0].aclose()
 
 
 async def test_without_a_supervisor_a_worker_is_an_orphan(rig):

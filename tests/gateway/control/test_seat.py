@@ -3,42 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import signal
 
 import pytest
 
 from gateway.control.hub_server import HubServer, Member
-from gateway.control.restarts import RestartRule
-from gateway.control.seat import KILL_SILENT_S, Child, Seat, SeatHooks
+from gateway.control.restarts import SETTLED_S, RestartRule
+from gateway.control.seat import KILL_SILENT_S, START_S, Child, Seat, SeatHooks
 from policies.core.clock import FakeClock
+from tests.support.processes import FakeProcess
 from tests.support.waiting import until
-
-
-class FakeProcess:
-    """A process that does what a test says."""
-
-    pids = itertools.count(1000)
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.pid = next(self.pids)
-        self.signals: list[int] = []
-        self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-
-    async def wait(self) -> int:
-        return await asyncio.shield(self._ended)
-
-    def send_signal(self, number: int) -> None:
-        if self._ended.done():
-            raise ProcessLookupError
-        self.signals.append(number)
-        if number == signal.SIGKILL:
-            self.end(-number)
-
-    def end(self, code: int = 1) -> None:
-        if not self._ended.done():
-            self._ended.set_result(code)
 
 
 class Rig:
@@ -129,6 +103,30 @@ async def test_a_crash_loop_is_told_and_does_not_end_the_tries(rig):
     assert rig.seat.status()["ended"] == 7
 
 
+async def test_a_crash_loop_is_over_once_a_process_has_lived_for_long(rig):
+    await rig.seat.start()
+    for count in range(1, 6):
+        rig.processes[-1].end()
+        await until(lambda: rig.seat.current is None or len(rig.processes) > count)
+        rig.clock.advance(31.0)
+        await until(lambda: len(rig.processes) == count + 1)
+    rig.come_up(rig.seat.current)
+    rig.seat.look()
+    assert rig.seat.status()["crash_loop"]
+    rig.clock.advance(SETTLED_S)
+    rig.seat.current.member.heard_at = rig.clock.now()
+    rig.seat.look()
+    assert not rig.seat.status()["crash_loop"]
+    assert rig.seat.status()["ended"] == 5
+
+
+async def test_an_end_by_a_signal_without_a_name_is_an_end_too(rig):
+    await rig.serving()
+    rig.processes[0].end(-40)
+    await until(lambda: len(rig.processes) == 2)
+    assert rig.seat.status()["reason"] == "it ended (killed by signal 40)"
+
+
 async def test_what_cannot_be_launched_is_tried_again(rig):
     await rig.serving()
     rig.refuse_launch = True
@@ -156,6 +154,22 @@ async def test_a_silent_process_counts_as_down_comes_back_or_is_killed(rig):
     rig.seat.look()
     assert rig.processes[0].signals == [signal.SIGKILL]
     await until(lambda: len(rig.processes) == 2)
+
+
+async def test_a_successor_that_is_silent_before_it_is_ready_is_given_up(rig):
+    first = await rig.serving()
+    succeeding = asyncio.create_task(rig.seat.succeed())
+    await until(lambda: len(rig.processes) == 2)
+    candidate = rig.seat._candidate
+    rig.come_up(candidate)
+    candidate.ready.clear()
+    rig.clock.advance(START_S + 1.0)
+    first.member.heard_at = rig.clock.now()
+    rig.seat.look()
+    with pytest.raises(RuntimeError, match="SIGKILL"):
+        await succeeding
+    assert rig.seat.current is first
+    assert rig.processes[0].signals == []
 
 
 async def test_a_process_that_cannot_join_is_killed(rig):
@@ -192,7 +206,7 @@ async def test_a_successor_that_fails_changes_nothing(rig):
     succeeding = asyncio.create_task(rig.seat.succeed())
     await until(lambda: len(rig.processes) == 2)
     rig.processes[1].end(3)
-    with pytest.raises(RuntimeError, match=r"worker-1\.2 ended with 3 before it was ready"):
+    with pytest.raises(RuntimeError, match=r"worker-1\.2 ended \(exit code 3\) before it was ready"):
         await succeeding
     assert rig.seat.current is first
     assert rig.seat.status()["state"] == "serving"
@@ -216,4 +230,12 @@ async def test_stopping_launches_nothing_and_kills_who_does_not_end(rig):
     assert rig.processes[0].signals == [signal.SIGTERM]
     await rig.seat.stopped(0.01)
     assert rig.processes[0].signals == [signal.SIGTERM, signal.SIGKILL]
+    assert len(rig.processes) == 1
+
+
+async def test_nobody_is_replaced_while_all_stop(rig):
+    await rig.serving()
+    rig.seat.begin_stop()
+    with pytest.raises(RuntimeError, match="stopping"):
+        await rig.seat.succeed()
     assert len(rig.processes) == 1

@@ -1,8 +1,10 @@
 """The end of a worker: whatever cannot be closed, the rest is."""
 
+import asyncio
 import dataclasses
 from pathlib import Path
 
+import pytest
 import structlog
 from msgspec.structs import replace
 
@@ -64,3 +66,15 @@ async def test_a_part_that_cannot_be_closed_does_not_keep_the_rest_open(tmp_path
     for backend in whole.backends.values():
         await backend.aclose()
     await whole.cache.aclose()
+
+
+async def test_a_successor_that_cannot_listen_is_never_ready(tmp_path: Path) -> None:
+    """Whoever waits for it learns why, and does not wait for ever."""
+    worker = Worker(_parts(tmp_path))
+    groups = bind_sockets("127.0.0.1", 0, 1)
+    close_groups(groups)
+    await worker.start(groups[0], at_once=False)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        async with asyncio.timeout(2.0):
+            await worker.ready()
+    await worker.stop()
