@@ -142,11 +142,16 @@ class FrameConnection(asyncio.BufferedProtocol):
         self._room.set()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if not self._over:
-            self._over = True
-            self._room.set()
-            self._lost(exc)
+        self._finish(exc)
+        # This object is in cycles, as a rule: its buffers must not have to wait for the collector.
+        self._small = self._view = memoryview(b"")
 
     def _end(self, error: Exception) -> None:
         self.abort()
-        self.connection_lost(error)
+        self._finish(error)
+
+    def _finish(self, reason: Exception | None) -> None:
+        if not self._over:
+            self._over = True
+            self._room.set()
+            self._lost(reason)

@@ -6,6 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
+def address(host: str, port: int) -> str:
+    """As it stands in a URL."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 class CannotListen(Exception):
     """The message names the address and the cause."""
 
@@ -16,4 +21,4 @@ def listening_on(host: str, port: int) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise CannotListen(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+        raise CannotListen(f"cannot listen on {address(host, port)}: {error.strerror or error}") from error

@@ -30,6 +30,8 @@ _log = structlog.get_logger("gateway.link")
 FIRST_WAIT_S, LAST_WAIT_S = 0.02, 1.0
 #: Longest wait for a host that is not there before its models count as tried.
 UNREACHED_S = 10.0
+#: How long the end may wait for the host to read what was sent.
+CLOSE_S = 1.0
 
 
 class ModelLink:
@@ -88,7 +90,12 @@ class ModelLink:
         if connection is not None:
             self._heard = False  # whoever leaves need not say that the models are gone
             connection.close()
-            await self._lost.wait()
+            try:
+                async with asyncio.timeout(CLOSE_S):
+                    await self._lost.wait()
+            except TimeoutError:
+                # A host that stands still must not keep this process from ending.
+                connection.abort()
 
     async def _keep_connected(self) -> None:
         loop = asyncio.get_running_loop()

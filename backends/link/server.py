@@ -68,11 +68,12 @@ class LinkServer:
         return sum(len(end.calls) for end in self._ends)
 
     async def drain(self, limit_s: float) -> int:
-        """Wait until no call is under way, for `limit_s` at most or until `hurry`. Returns how many are left."""
+        """Wait until no worker is connected any more, for `limit_s` at most or until `hurry`: whoever is may still call.
+        Returns how many calls are left."""
         limit = asyncio.ensure_future(self.clock.sleep(limit_s))
         hurry = asyncio.ensure_future(self._hurry.wait())
         try:
-            while self.in_flight and not limit.done() and not hurry.done():
+            while self._ends and not limit.done() and not hurry.done():
                 self._changed.clear()
                 changed = asyncio.ensure_future(self._changed.wait())
                 await asyncio.wait((changed, limit, hurry), return_when=asyncio.FIRST_COMPLETED)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -69,6 +70,9 @@ def main() -> None:
         hint = f" Did you mean `gateway {near[0]}`?" if near else ""
         print(f"gateway: there is no verb {verb!r}.{hint} `gateway --help` lists them.", file=sys.stderr)
         raise SystemExit(2)
+    if verb == "serve":
+        # One that comes before anybody takes it waits until then, instead of ending the process.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     module, _, name = target.partition(":")
     app: typer.Typer = getattr(import_module(module), name)
     try:

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.tree import Tree
 
 from gateway.config import load_config
+from gateway.listening import address
 
 backends_app = typer.Typer(
     add_completion=False, rich_markup_mode=None, no_args_is_help=True, pretty_exceptions_show_locals=False
@@ -48,7 +49,7 @@ def change(admin: str, path: str, limit_s: float = _LIMIT_S) -> Any:
 
 def _send(admin: str, path: str, body: bytes | None, limit_s: float) -> Any:
     config = load_config(None, os.environ)
-    base = (admin or f"http://{config.admin.host}:{config.admin.port}").rstrip("/")
+    base = (admin or f"http://{address(config.admin.host, config.admin.port)}").rstrip("/")
     request = urllib.request.Request(base + path, body)  # noqa: S310  the operator gives the address
     if body is not None:
         request.add_header("Content-Type", "application/json")

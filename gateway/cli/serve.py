@@ -20,7 +20,7 @@ from gateway.config_sections import MOST_WORKERS, Config
 from gateway.control.crew import CannotServeAtAll
 from gateway.control.process import settle_garbage_collector
 from gateway.control.supervisor import Supervisor
-from gateway.listening import CannotListen
+from gateway.listening import CannotListen, address
 from gateway.observe import logs
 from gateway.observe.log_sink import LogSink
 from policies.core.clock import SystemClock
@@ -100,8 +100,8 @@ async def run(config: Config, reread: Callable[[], Config], sink: LogSink) -> No
 def _announcer(config: Config) -> Callable[[Supervisor], None]:
     def announce(supervisor: Supervisor) -> None:
         settle_garbage_collector()
-        base = f"http://{config.listen.host}:{supervisor.crew.data_port}"
-        admin = f"{config.admin.host}:{supervisor.admin_port}"
+        base = f"http://{address(config.listen.host, supervisor.crew.data_port)}"
+        admin = address(config.admin.host, supervisor.admin_port)
         _log.info("ready", data=base, admin=admin, workers=config.workers)
         if sys.stderr.isatty() or os.environ.get("GATEWAY_HINTS"):
             print(_hints(base, supervisor.admin_port), file=sys.stderr, flush=True)

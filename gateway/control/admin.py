@@ -32,6 +32,8 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 OwnFamilies = Callable[[], list[Family]]
 #: How many of the recent requests are listed.
 _REQUESTS = 50
+#: How long a model may take to be loaded anew; a little less than `gateway models reload` waits.
+_RELOAD_S = 590.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +152,7 @@ class _AdminApi:
     async def requests(self, request: web.Request) -> web.Response:
         acks = await self._hub.query("requests", {"count": _REQUESTS})
         found = sorted((pair for ack in acks for pair in (ack.value or [])), reverse=True)
-        return _json({"requests": [name for _, name in found[:_REQUESTS]]})
+        return _json({"requests": [name for _, name in found[:_REQUESTS]], "no_answer_of": _without_answer(acks)})
 
     async def why(self, request: web.Request) -> web.Response:
         request_id = request.match_info["id"]
@@ -158,6 +160,12 @@ class _AdminApi:
         for ack in acks:
             if ack.value is not None:
                 return _json({"worker": ack.worker, **ack.value})
+        silent = _without_answer(acks)
+        if silent:
+            who = "; ".join(f"{worker}: {why}" for worker, why in silent.items())
+            return _error(
+                503, f"Not every worker has answered, and no other knows the request {request_id[:100]!r}. {who}."
+            )
         return _error(404, f"The request {request_id[:100]!r} is not (or no longer) among the recent ones.")
 
     def ask(self, what: str) -> Handler:
@@ -183,12 +191,20 @@ class _AdminApi:
 
     async def reload_model(self, request: web.Request) -> web.Response:
         name = request.match_info["name"]
-        acks = await self._hub.command("models.reload", {"name": name})
-        told = by_worker([ack for ack in acks if ack.reached])
+        # Workers that are not there would run no models either.
+        acks = [ack for ack in await self._hub.command("models.reload", {"name": name}, _RELOAD_S) if ack.asked]
+        told = by_worker(acks)
         _log.info("model_reloaded", who=request.remote, model=name[:100], **told)
         if not told:
-            return _error(404, "No process here runs models inside the gateway.")
-        return _json(told, 200 if not any(ack.error for ack in acks if ack.reached) else 422)
+            return _error(
+                404, "No process runs models inside the gateway now: none is configured, or it is down (GET /workers)."
+            )
+        return _json(told, 200 if not any(ack.error for ack in acks) else 422)
+
+
+def _without_answer(acks: Sequence[Ack]) -> dict[str, str]:
+    """Why, by worker."""
+    return {ack.worker: ack.error for ack in acks if ack.error}
 
 
 def by_worker(acks: Sequence[Ack]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from gateway.config_sections import Config
 from gateway.control.facts import FactBoard
@@ -23,6 +23,13 @@ class Agreement:
     def __init__(self, standing: Standing) -> None:
         self.standing = standing
         self.changing = asyncio.Lock()
+
+
+class Restarted(NamedTuple):
+    """What a rolling restart came to. `taken_up`: do processes of the new configuration serve now?"""
+
+    problems: list[str]
+    taken_up: bool = True
 
 
 class Crew(Protocol):
@@ -47,9 +54,9 @@ class Crew(Protocol):
         """Return once every worker has been ready. Raises CannotServeAtAll when they keep ending before that."""
         ...
 
-    async def restart(self, config: Config) -> list[str]:
-        """Replace every process by one of `config`, one after another, without dropping a request. Returns what went wrong,
-        a line each."""
+    async def restart(self, config: Config) -> Restarted:
+        """Replace every process by one of `config`, one after another, without dropping a request. When not even the first
+        can be, everything is as before."""
         ...
 
     def hurry(self) -> None:

@@ -134,10 +134,11 @@ class HubClient:
             connection.send(["ack", number, None, f"the answer cannot be sent: {problem}"])
 
     def _on_lost(self, error: Exception | None) -> None:
-        if error is not None:
-            _log.warning("hub_connection_broken", reason=f"{type(error).__name__}: {error}")
         if not self._start.done():
+            # Not logged: how the log is written is in what has not come.
             self._start.set_exception(ConnectionError("the supervisor refused this process, or has ended"))
+        elif error is not None:
+            _log.warning("hub_connection_broken", reason=f"{type(error).__name__}: {error}")
         self._lost.set()
 
     async def aclose(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import structlog
 
 from gateway.config_sections import Config
-from gateway.control.crew import Agreement
+from gateway.control.crew import Agreement, Restarted
 from gateway.control.facts import FactBoard
 from gateway.control.hub import InProcessHub, WorkerPort
 from gateway.control.sockets import Group, bind_sockets, close_groups
@@ -86,9 +86,9 @@ class InProcessCrew:
     async def ready(self) -> None:
         await self.worker.ready()
 
-    async def restart(self, config: Config) -> list[str]:
+    async def restart(self, config: Config) -> Restarted:
         async with self._restarting:
-            self._config = config
+            before, self._config = self._config, config
             old, old_port = self._worker, self._port
             assert old is not None
             assert old_port is not None
@@ -96,7 +96,8 @@ class InProcessCrew:
                 new, port = await self._successor()
             except Exception as error:
                 _log.exception("worker_not_replaced")
-                return [f"{NAME} was not replaced: {type(error).__name__}: {error}"]
+                self._config = before
+                return Restarted([f"{NAME} was not replaced: {type(error).__name__}: {error}"], taken_up=False)
             self._leaving[old] = old_port.worker
             self._worker, self._port = new, port
             ending = asyncio.create_task(self._end(old, old_port, replaced=True), name="end-replaced")
@@ -104,7 +105,7 @@ class InProcessCrew:
             ending.add_done_callback(self._ending.discard)
             # Should this restart be given up, the old worker goes on to its end: it has requests under way.
             await asyncio.shield(ending)
-            return []
+            return Restarted([])
 
     async def _successor(self) -> tuple[Worker, WorkerPort]:
         """A second worker, which is ready. When it cannot be had, nothing is left of it."""

@@ -99,6 +99,8 @@ async def run_process(place: Place, clock: Clock, build: Callable[[Start, Worker
         tasks[1].cancel()
         await asyncio.wait(tasks[1:2])
         _log.info("stopping", **life.beat())
+        if not ending.replaced:
+            port.publish("leaving", {})
         await life.stop(ending.replaced)
         publish_figures(port, life.metrics())
     finally:

@@ -9,26 +9,25 @@ before its predecessor stops.
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
-import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from signal import Signals
 from typing import Any
 
 import structlog
 
 from gateway.config_sections import Config
 from gateway.control.adoption import Adoption
-from gateway.control.crew import Agreement, CannotServeAtAll
+from gateway.control.crew import Agreement, CannotServeAtAll, Restarted
 from gateway.control.facts import ALL_TOPIC, FactBoard
 from gateway.control.hub import Payload
 from gateway.control.hub_server import HubServer, Member
+from gateway.control.launch import launch
 from gateway.control.private_folder import make_private_folder
 from gateway.control.process import HURRY
 from gateway.control.restarts import RestartRule
+from gateway.control.rolling import ModelSocket, replace_all
 from gateway.control.seat import START_S, Child, Process, Seat, SeatHooks
 from gateway.control.sockets import Group, bind_sockets, close_groups, descriptors, spec_of
 from gateway.control.start import Start, to_payload
@@ -48,6 +47,8 @@ MODEL_HOST = "model-host"
 _GRACE_S = 5.0
 #: A worker that is still behind everybody else after this long is brought up to date again.
 _BEHIND_S = 2.0
+#: How long the supervisor may take to learn that it is told to end itself.
+_LET_GO_S = 0.25
 
 
 class ProcessCrew:
@@ -66,7 +67,7 @@ class ProcessCrew:
         self._agreement: Agreement | None = None
         self._board: FactBoard | None = None
         self._fleet = Fleet()
-        self._models_at = ""
+        self._models = ModelSocket(Path())
         self._host: Seat | None = None
         self._workers: list[Seat] = []
         self._restarting = asyncio.Lock()
@@ -92,7 +93,7 @@ class ProcessCrew:
         self._folder = make_private_folder()
         await self.hub.listen(self._folder / "hub.sock")
         if in_process_models(config):
-            self._models_at = str(self._folder / "models-1.sock")
+            self._models = ModelSocket(self._folder)
             self._host = self._seat(MODEL_HOST, self._launch_host)
             await self._host.start()
         for number in range(config.workers):
@@ -117,14 +118,7 @@ class ProcessCrew:
         return await self._launch("worker", name, doors, descriptors(self._sockets))
 
     async def _launch(self, verb: str, name: str, more: Sequence[str] = (), fds: Sequence[int] = ()) -> Process:
-        return await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "gateway.cli.main", verb,
-            "--hub", str(self._folder / "hub.sock"), "--name", name, "--supervisor", str(os.getpid()), *more,
-            stdin=asyncio.subprocess.DEVNULL,
-            pass_fds=tuple(fds),
-            # A Ctrl-C at the terminal is the supervisor's to handle: it would end its processes before their time.
-            start_new_session=True,
-        )  # fmt: skip
+        return await launch(self._folder / "hub.sock", verb, name, more, fds)
 
     async def ready(self) -> None:
         children = [seat.current for seat in self._seats]
@@ -145,9 +139,6 @@ class ProcessCrew:
                 child.signal(HURRY)
 
     async def stop(self) -> None:
-        if self._looking is not None:
-            self._looking.cancel()
-            await asyncio.gather(self._looking, return_exceptions=True)
         # The workers hold the sockets too, and close them when their queues are empty.
         close_groups(self._sockets)
         for seat in self._workers:
@@ -158,55 +149,25 @@ class ProcessCrew:
             # Nobody is left to ask it anything.
             self._host.begin_stop()
             await self._host.stopped(_GRACE_S)
-        for task in tuple(self._tasks):
+        # Until now somebody had to see who stands still: a drain waits for those who work.
+        tasks = [*self._tasks, *([self._looking] if self._looking is not None else [])]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self.hub.aclose()
         if self._folder != Path():
             shutil.rmtree(self._folder, ignore_errors=True)
 
     # --------------------------------------------------------------------------------------------- rolling restart
 
-    async def restart(self, config: Config) -> list[str]:
+    async def restart(self, config: Config) -> Restarted:
         async with self._restarting:
-            self._config = config
-            problems: list[str] = []
-            host = self._host
-            if host is not None:
-                await self._new_host(host, problems)
-            for seat in self._workers:
-                try:
-                    old = await seat.succeed()
-                except (RuntimeError, OSError) as error:
-                    # The others would end in the same way: keep what works, and the host that it has its models from.
-                    problems.append(f"{seat.name} was not replaced, nor were those after it: {error}")
-                    return problems
-                if old is not None:
-                    await self._see_off(seat, old)
-            for before in tuple(host.leaving) if host is not None else ():
-                assert host is not None
-                before.signal(Signals.SIGTERM)
-                await host.ended(before, self._config.drain_s + _GRACE_S)
-            return problems
-
-    async def _see_off(self, seat: Seat, old: Child) -> None:
-        """Its successor serves: it finishes what it has and ends."""
-        ack = await old.member.ask("command", "leave", {}) if old.member is not None else None
-        if ack is None or ack.error:
-            # It has only just been launched, has lost its connection, or stands still: a signal waits for it.
-            old.signal(Signals.SIGTERM)
-        await seat.ended(old, self._config.drain_s + IDLE_LEAVE_S + _GRACE_S)
-
-    async def _new_host(self, host: Seat, problems: list[str]) -> None:
-        """A second host beside the first, for the workers to come: nobody is without models at any moment."""
-        before = self._models_at
-        stem, _, number = before.removesuffix(".sock").rpartition("-")
-        self._models_at = f"{stem}-{int(number) + 1}.sock"
-        try:
-            await host.succeed()
-        except (RuntimeError, OSError) as error:
-            self._models_at = before
-            problems.append(f"the model host was not replaced: {error}")
+            before, self._config = self._config, config
+            ends_within_s = before.drain_s + IDLE_LEAVE_S + _GRACE_S
+            done = await replace_all(self._host, self._workers, self._models, ends_within_s)
+            if not done.taken_up:
+                self._config = before
+            return done
 
     # ------------------------------------------------------------------------------------------- from the processes
 
@@ -223,7 +184,8 @@ class ProcessCrew:
         if again is not None:
             # It had lost its connection, and may have missed something.
             self._spawn(self._repair(child))
-        start = Start(self._config, self._agreement.standing, self._models_at, self._board.known())
+        models_at = self._models.path if self._host is not None else ""
+        start = Start(self._config, self._agreement.standing, models_at, self._board.known())
         return to_payload(start)
 
     async def _repair(self, child: Child) -> None:
@@ -271,6 +233,14 @@ class ProcessCrew:
             child.ready.set()
         elif topic == "metrics":
             self._fleet.heard(process, payload["families"])
+        elif topic == "leaving":
+            self._spawn(self._let_go(child))
+
+    async def _let_go(self, child: Child) -> None:
+        # Who tells all processes to end at once (service managers do) has told this one too.
+        await self._clock.sleep(_LET_GO_S)
+        for seat in self._workers:
+            seat.let_go(child)
 
     def _named(self, process: str) -> Child | None:
         return next((child for seat in self._seats for child in seat.children if child.name == process), None)

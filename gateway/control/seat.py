@@ -57,6 +57,7 @@ class Child:
         self.connected = asyncio.Event()
         self.ready = asyncio.Event()
         self.stuck = False
+        self.killed = False
         #: The latest it said of itself.
         self.beat: dict[str, Any] = {}
         self.ended: asyncio.Task[int] = asyncio.create_task(process.wait(), name=f"wait-{name}")
@@ -154,7 +155,7 @@ class Seat:
         elif child is self.current:
             self.current = None
             if not self._stopping:
-                await self._again(child, code)
+                await self._again(child, _how_it_ended(code))
 
     async def _introduce(self, child: Child) -> None:
         try:
@@ -170,12 +171,11 @@ class Seat:
             self.reason = ""
             self._hooks.ready(self, child)
 
-    async def _again(self, child: Child, code: int) -> None:
+    async def _again(self, child: Child, how: str) -> None:
         """The process ended by itself: launch the next one when the rule allows."""
         was_looping = self.rule.looping
         wait_s = self.rule.ended(self._clock.now() - child.started_at)
         self._next_at = self._clock.now() + wait_s
-        how = _how_it_ended(code)
         self.reason = f"it ended ({how})"
         _log.error("process_ended", worker=child.name, pid=child.pid, how=how, again_in_s=round(wait_s, 2))
         if self.rule.looping and not was_looping:
@@ -188,6 +188,16 @@ class Seat:
         # A successor may be on its way already.
         if self.current is None and self._candidate is None and not self._stopping:
             await self._launch_or_wait()
+
+    def let_go(self, child: Child) -> None:
+        """It is on its way out, and it was not us who told it to: the place is filled anew while it finishes what it has."""
+        if child is not self.current or self._stopping:
+            return
+        self.current = None
+        self.leaving.append(child)
+        task = asyncio.create_task(self._again(child, "told to end by a signal"), name=f"follow-{self.name}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _launch_or_wait(self) -> None:
         while True:
@@ -207,14 +217,13 @@ class Seat:
 
     def look(self) -> None:
         """Called now and then: is the process still there for anybody?"""
-        for child in (self.current, self._candidate):
-            if child is None or child.member is None:
+        for child in self.children:
+            if child.member is None:
                 continue
-            if not child.ready.is_set():
-                if child.member.silent_s() > START_S:
-                    self._kill_silent(child)
-            elif child is self.current:
+            if child is self.current and child.ready.is_set():
                 self._look_at(child, child.member.silent_s())
+            elif child.member.silent_s() > START_S:
+                self._kill_silent(child)
 
     def _look_at(self, child: Child, silent_s: float) -> None:
         """At a process that serves."""
@@ -235,7 +244,9 @@ class Seat:
             self._hooks.down(self)
 
     def _kill_silent(self, child: Child) -> None:
-        assert child.member is not None
+        if child.killed or child.member is None:
+            return
+        child.killed = True
         silent_s = round(child.member.silent_s(), 1)
         _log.error("process_killed", worker=child.name, pid=child.pid, silent_s=silent_s)
         child.signal(signal.SIGKILL)
@@ -266,6 +277,17 @@ class Seat:
         self.reason = ""
         self._hooks.ready(self, new)
         return old
+
+    def put_back(self) -> bool:
+        """Give the seat back to the process that had it last, and end the one that has it. False when that has ended."""
+        new, old = self.current, self.leaving[-1] if self.leaving else None
+        if new is None or old is None or old.ended.done():
+            return False
+        self.leaving.remove(old)
+        self.leaving.append(new)
+        self.current = old
+        new.signal(signal.SIGTERM)
+        return True
 
     async def ended(self, child: Child, within_s: float) -> bool:
         """Wait for a process to end by itself; after `within_s` it is killed, and False is returned."""

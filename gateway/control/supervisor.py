@@ -97,6 +97,8 @@ class Supervisor:
                 await web.TCPSite(admin, host, port).start()
             self.admin_port = admin.addresses[0][1]
             await self.crew.start(self._agreement, self._board)
+            # Blocked by `gateway serve`: one that came when there was nothing yet to replace is heard now.
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
             watching = asyncio.create_task(watcher.run(), name="watch")
             await self._until_stopped(self.crew.ready())
             if not self._stop.is_set():
@@ -128,9 +130,7 @@ class Supervisor:
         if self._stop.is_set() or self._restarts_due:
             # One that has not begun does for all the signals until then.
             return
-        task = asyncio.create_task(self.restart_workers(), name="rolling-restart")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._begin_restart()
 
     async def _until_stopped(self, other: Coroutine[Any, Any, None] | asyncio.Task[None]) -> None:
         """Until the end is asked for, or `other` is over. Raises what `other` raised."""
@@ -155,8 +155,19 @@ class Supervisor:
         return [*self.metrics.families(), *process_families(self.crew.status())]
 
     async def restart_workers(self) -> list[str]:
-        """The rolling restart, one at a time. Returns what went wrong, a line each."""
+        """The rolling restart, one at a time. Returns what went wrong, a line each. The end of the gateway gives it up."""
+        task = self._begin_restart()
+        await asyncio.wait((task,))
+        return ["the rolling restart was given up: the gateway is stopping"] if task.cancelled() else task.result()
+
+    def _begin_restart(self) -> asyncio.Task[list[str]]:
         self._restarts_due += 1
+        task = asyncio.create_task(self._restart_in_turn(), name="rolling-restart")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _restart_in_turn(self) -> list[str]:
         try:
             await self._restarting.acquire()
         finally:
@@ -165,18 +176,31 @@ class Supervisor:
             if self._stop.is_set():
                 return ["nothing was restarted: the gateway is stopping"]
             return await self._restart_workers()
+        except Exception as error:
+            # Of a signal nobody waits for the outcome.
+            _log.exception("rolling_restart_failed")
+            return [f"the rolling restart failed, see the log: {type(error).__name__}: {error}"]
         finally:
             self._restarting.release()
 
     async def _restart_workers(self) -> list[str]:
         _log.info("rolling_restart")
+        before = self._config, self._policies, self._agreement.standing
         try:
             await self._take_up_configuration()
         except ConfigError as error:
             for line in error.problems:
                 _log.error("configuration_not_taken_up", problem=line)
             return ["nothing was restarted: the configuration has mistakes", *error.problems]
-        problems = await self.crew.restart(self._config)
+        tried = self._agreement.standing
+        problems, taken_up = await self.crew.restart(self._config)
+        if not taken_up:
+            self._config, self._policies, served = before
+            standing = self._agreement.standing
+            if standing.generation == tried.generation:
+                # Nobody serves by these policies. (Else others have come meanwhile, and everybody serves by those.)
+                policies, generation = served.policies, served.generation
+                self._agreement.standing = replace(standing, generation=generation, policies=policies)
         for problem in problems:
             _log.error("rolling_restart_problem", problem=problem)
         # Policies that only the new configuration makes sense of, or that came meanwhile.
@@ -232,7 +256,8 @@ class Supervisor:
             for event in events:
                 self._observer.on_event(event)
             behind: dict[str, str] = {}
-            if any(event.outcome == "applied" for event in events):
+            # Also those that a worker held back the last time: else they would pass for being in force.
+            if self._agreement.standing.policies != list(self._policies.current.files):
                 behind = await self._swap_policies()
             await self._tell_notices()
             return {

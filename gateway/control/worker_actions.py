@@ -28,20 +28,21 @@ def keys_payload(keys: KeysInForce) -> Payload:
 
 
 def catch_up(standing: Standing) -> list[tuple[str, Payload]]:
-    """The commands that bring a worker to what is in force."""
+    """The commands that bring a worker to what is in force. The keys first: one that cannot take up the policies must still
+    learn who may use it no more."""
     return [
+        ("keys.swap", keys_payload(standing.keys)),
         ("policies.prepare", policies_payload(standing)),
         ("policies.commit", {"generation": standing.generation}),
         ("policies.notices", {"lines": standing.notices}),
-        ("keys.swap", keys_payload(standing.keys)),
     ]
 
 
 class WorkerActions:
     """Registers itself at the worker's port.
 
-    Policies change in two steps, so that all workers change at the same moment and none alone: every worker compiles the new
-    ones and says that it could, then all are told to put them in force.
+    Policies change in two steps, so that all workers change within moments and none alone: every worker compiles the new ones
+    and says that it could, then all are told to put them in force.
     """
 
     def __init__(self, parts: WorkerParts) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import structlog
+
 from backends.link.client import ModelLink
 from gateway.control.hub import Payload, WorkerPort
 from gateway.control.process import Life
@@ -11,6 +13,8 @@ from gateway.control.sockets import Group, close_groups
 from gateway.control.start import Start
 from gateway.control.worker import Worker
 from policies.core.clock import Clock
+
+_log = structlog.get_logger("gateway.worker")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +73,11 @@ class _Neighbours:
     async def adopt_all(self) -> None:
         for number, group in enumerate(self._doors.groups):
             if number != self._doors.own:
-                await self._worker.adopt(str(number), group)
+                try:
+                    await self._worker.adopt(str(number), group)
+                except OSError as error:
+                    # Of no more weight than the drain that comes next: no file descriptors, say.
+                    _log.warning("not_adopted", number=number, reason=str(error))
 
     async def _adopt(self, payload: Payload) -> None:
         number = payload["number"]

@@ -151,8 +151,17 @@ class Listener:
             if self._stopped:
                 raise CannotListen("cannot listen: this worker is on its way out")
         except BaseException:
-            self.release(name)
+            self._forget(name, group)
             raise
+        if self._accepting.get(name) is not group:
+            # Released meanwhile.
+            self._forget(name, group)
+
+    def _forget(self, name: str, group: list[_Accepting]) -> None:
+        if self._accepting.get(name) is group:
+            del self._accepting[name]
+        for accepting in group:
+            accepting.close()
 
     def _make_request(
         self, message: Any, payload: Any, protocol: Any, writer: Any, task: asyncio.Task[None]

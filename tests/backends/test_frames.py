@@ -132,3 +132,13 @@ async def test_who_does_not_read_is_behind(ends):
     ends.receiver.transport.resume_reading()
     await asyncio.wait_for(waiting, 2.0)
     assert not ends.sender.behind
+
+
+async def test_a_connection_that_is_over_holds_no_buffers():
+    """What refers to it is a cycle, as a rule, and a supervisor collects seldom: each worker it has had would stay."""
+    ends = await Ends().open()
+    ends.sender.send("x" * 300_000)
+    await until(lambda: ends.received)
+    await ends.close()
+    assert len(ends.receiver.get_buffer(-1)) == 0
+    assert (len(ends.receiver._small), len(ends.receiver._view)) == (0, 0)

@@ -16,6 +16,8 @@ class FakeProcess:
         self.name = name
         self.pid = next(self.pids)
         self.signals: list[int] = []
+        #: Does it take its time to end even when it is killed?
+        self.deaf = False
         self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     async def wait(self) -> int:
@@ -25,7 +27,7 @@ class FakeProcess:
         if self._ended.done():
             raise ProcessLookupError
         self.signals.append(number)
-        if number == signal.SIGKILL:
+        if number == signal.SIGKILL and not self.deaf:
             self.end(-number)
 
     def end(self, code: int = 1) -> None:

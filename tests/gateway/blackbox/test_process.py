@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import re
 import signal
 import time
 from pathlib import Path
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from backends.scripted_steps import Head, Step, Tokens, chunk
-from tests.support.gateway import Serve, chat_policy, write_policies
+from tests.support.gateway import GatewayProcess, Serve, chat_policy, write_policies
 from tests.support.gateway_client import HARD, Client, raw
 from tests.support.redis_server import free_port
 from tests.support.settable_upstream import SettableUpstream
@@ -239,3 +240,20 @@ async def test_a_home_that_cannot_be_written_is_not_called_a_taken_port(serve: S
     assert "no-folder/state/cache.secret: the cache's secret cannot be kept here" in process.errors
     assert "listen" not in process.errors
     assert "Traceback" not in process.output
+
+
+async def test_a_hang_up_during_the_start_waits_for_the_end_of_it(serve: Serve) -> None:
+    """Whoever reloads a service right after it was started must not end it."""
+    gateway = await serve()
+    await until(lambda: _blocks(gateway, signal.SIGHUP), 5.0)
+    gateway.signal(signal.SIGHUP)
+    await gateway.ready()
+    await until(lambda: gateway.events("rolling_restart_done"), 10.0)
+    gateway.signal()
+    assert await gateway.ended() == 0
+
+
+def _blocks(gateway: GatewayProcess, number: signal.Signals) -> bool:
+    status = Path(f"/proc/{gateway._process.pid}/status").read_text()
+    (mask,) = re.findall(r"^SigBlk:\t(\w+)$", status, re.M)
+    return bool(int(mask, 16) >> (number - 1) & 1)

@@ -7,13 +7,14 @@ import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
 from gateway.cli.main import GROUPS
 from gateway.cli.serve import no_stand_in, reader
 from gateway.config import load_config
-from gateway.listening import CannotListen, listening_on
+from gateway.listening import CannotListen, address, listening_on
 from policies.core.errors import ConfigError
 
 HERE = "{kind: openai, base_url: 'http://127.0.0.1:9100/v1', model: m}"
@@ -45,6 +46,12 @@ def test_an_address_that_cannot_be_had_is_named() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(CannotListen, match=f"cannot listen on 127.0.0.1:{port}: "), listening_on("127.0.0.1", port):
             second.bind(("127.0.0.1", port))
+
+
+def test_an_address_can_be_put_into_a_url() -> None:
+    assert address("127.0.0.1", 80) == "127.0.0.1:80"
+    assert address("localhost", 80) == "localhost:80"
+    assert urlsplit(f"http://{address('::1', 80)}/x").hostname == "::1"
 
 
 @pytest.mark.parametrize("verb", GROUPS)

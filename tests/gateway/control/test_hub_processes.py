@@ -108,9 +108,9 @@ async def test_who_is_not_there_is_named(rig):
     await rig.worker(1)
     rig.server.absent = lambda: {"worker-2": "it ended (killed by SIGKILL)"}
     acks = await rig.server.command("name", {})
-    assert [(ack.worker, ack.error, ack.reached) for ack in acks] == [
-        ("worker-1", "", True),
-        ("worker-2", "it ended (killed by SIGKILL)", False),
+    assert [(ack.worker, ack.error, ack.reached, ack.asked) for ack in acks] == [
+        ("worker-1", "", True, True),
+        ("worker-2", "it ended (killed by SIGKILL)", False, False),
     ]
 
 
@@ -158,7 +158,7 @@ async def test_nobody_waits_for_ever(rig):
 
     await rig.worker(1, slow)
     ack = await rig.server.members[0].ask("query", "name", {}, limit_s=0.02)
-    assert (ack.error, ack.reached) == ("no answer within 0.02 s", False)
+    assert (ack.error, ack.reached, ack.asked) == ("no answer within 0.02 s", False, True)
     assert ANSWER_S <= 5.0
 
 
@@ -167,6 +167,17 @@ async def test_a_process_that_was_not_started_here_is_refused(rig):
     with pytest.raises(ConnectionError):
         await client.connect()
     assert rig.server.members == []
+
+
+async def test_who_is_not_told_how_to_log_does_not_log(rig):
+    """A connection that breaks before the start has come: what would be written is not in the operator's form."""
+    client = rig.client(1)
+    await client._open()
+    with structlog.testing.capture_logs() as logs:
+        client._connection.connection_lost(ConnectionResetError("it broke"))
+        with pytest.raises(ConnectionError, match="has ended"):
+            await client._start
+    assert logs == []
 
 
 async def test_another_release_is_refused(rig):

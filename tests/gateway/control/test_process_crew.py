@@ -35,6 +35,7 @@ class Told(FakeProcess):
         super().__init__(name)
         self.told: list[tuple[str, dict[str, Any]]] = []
         self.fails: set[str] = set()
+        self.ends_when_told = True
         self._crew = crew
         self.client: HubClient | None = None
         self.starting = asyncio.create_task(self._start())
@@ -45,7 +46,7 @@ class Told(FakeProcess):
             self._crew._folder / "hub.sock", Who(self.name, self.pid, version()), SystemClock(), lambda: True
         )
         self.start = await self.client.connect()
-        port = WorkerPort(self.name)
+        port = self.port = WorkerPort(self.name)
         verbs = ["begin", "leave", "policies.prepare", "policies.commit", "policies.notices", "keys.swap"]
         if not self.name.startswith(MODEL_HOST):
             verbs += ["listen.adopt", "listen.release"]
@@ -77,7 +78,7 @@ class Told(FakeProcess):
 
     def send_signal(self, number: int) -> None:
         super().send_signal(number)
-        if number == signal.SIGTERM:
+        if number == signal.SIGTERM and self.ends_when_told:
             self.end(0)
 
     def named(self, verb: str) -> list[dict[str, Any]]:
@@ -174,13 +175,19 @@ async def test_workers_that_were_not_replaced_keep_the_host_they_are_connected_t
         crew.no_start = True
 
     failing = asyncio.create_task(workers_fail())
-    (problem,) = await crew.restart(CONFIG)
+    (problem,), taken_up = await crew.restart(CONFIG)
     await failing
+    second_host = crew.launched[3]
+    assert not taken_up
+    # The host that was to be theirs goes again, and nothing points to it.
+    assert second_host.signals == [signal.SIGTERM]
+    assert crew._host.current.name == MODEL_HOST
+    assert crew._models.path.endswith("models-1.sock")
     assert problem.startswith("worker-1 was not replaced, nor were those after it: worker-1.2 ended (exit code 3)")
     assert first_host.signals == first.signals == []
     # The next one that works takes it away.
     crew.no_start = False
-    assert await crew.restart(CONFIG) == []
+    assert await crew.restart(CONFIG) == ([], True)
     assert first_host.signals == [signal.SIGTERM]
     assert crew._host.leaving == []
     assert first.named("leave") == [{}]
@@ -191,7 +198,7 @@ async def test_who_cannot_be_told_to_leave_is_signalled(crew):
     await first.client.aclose()
     await until(lambda: not crew.child(0).member.connection.open)
     async with asyncio.timeout(5.0):
-        assert await crew.restart(CONFIG) == []
+        assert await crew.restart(CONFIG) == ([], True)
     assert first.signals == [signal.SIGTERM]
     assert crew.child(0).name == "worker-1.2"
 
@@ -202,6 +209,39 @@ async def test_a_restart_ends_with_the_gateway(crew):
     await until(lambda: len(crew.launched) == 4)
     async with asyncio.timeout(5.0):
         await crew.stop()
-        problems = await restarting
+        problems, _ = await restarting
     assert len(crew.launched) == 4, "nobody is launched any more"
     assert "stopping" in problems[-1]
+
+
+async def test_who_is_told_to_end_by_somebody_else_leaves_its_place(crew):
+    first, host = crew.process("worker-1"), crew.process(MODEL_HOST)
+    for process in (first, host):
+        process.port.publish("leaving", {})
+    await until(lambda: crew.pass_time(0.05) or crew._workers[0].leaving)
+    assert [child.name for child in crew._workers[0].leaving] == ["worker-1"]
+    await until(lambda: crew.pass_time(0.05) or crew.status()[1]["process"] == "worker-1.2")
+    # Two hosts at one socket would be in each other's way.
+    assert crew.status()[0]["process"] == MODEL_HOST
+    first.end(0)
+
+
+async def test_who_leaves_because_all_are_told_to_end_has_no_successor(crew):
+    first = crew.process("worker-1")
+    first.port.publish("leaving", {})
+    await until(lambda: crew._tasks)
+    await crew.stop()
+    assert len(crew.launched) == 3
+
+
+async def test_a_stop_does_not_wait_for_who_stands_still(crew):
+    first = crew.process("worker-1")
+    first.ends_when_told = False
+    first.client._connection.transport.pause_reading()
+    stopping = asyncio.create_task(crew.stop())
+    await until(lambda: first.signals == [signal.SIGTERM])
+    before = crew.clock.now()
+    await until(lambda: crew.clock.advance(0.25) or stopping.done(), 5.0)
+    await stopping
+    assert first.signals == [signal.SIGTERM, signal.SIGKILL]
+    assert crew.clock.now() - before < CONFIG.drain_s

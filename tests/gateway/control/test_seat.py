@@ -239,3 +239,40 @@ async def test_nobody_is_replaced_while_all_stop(rig):
     with pytest.raises(RuntimeError, match="stopping"):
         await rig.seat.succeed()
     assert len(rig.processes) == 1
+
+
+async def test_who_is_told_to_end_by_somebody_else_has_a_successor_at_once(rig):
+    """It may take as long as its longest stream; until then nobody would serve in its place."""
+    first = await rig.serving()
+    rig.clock.advance(SETTLED_S)
+    rig.seat.let_go(first)
+    assert rig.seat.status()["leaving"] == ["worker-1"]
+    await until(lambda: len(rig.processes) == 2)
+    assert "signal" in rig.seat.status()["reason"]
+    assert rig.told.count("down") == 1
+    rig.come_up(rig.seat.current)
+    await until(lambda: "ready worker-1.2" in rig.told)
+    # Once is enough, and its end is no other one.
+    rig.seat.let_go(first)
+    rig.processes[0].end(0)
+    await until(lambda: rig.seat.leaving == [])
+    assert rig.seat.status()["ended"] == 1
+    assert len(rig.processes) == 2
+
+
+async def test_nobody_is_let_go_while_all_stop(rig):
+    first = await rig.serving()
+    rig.seat.begin_stop()
+    rig.seat.let_go(first)
+    assert rig.seat.current is first
+
+
+async def test_who_leaves_and_stands_still_is_killed_in_the_end_and_once(rig):
+    first = await rig.serving()
+    rig.processes[0].deaf = True
+    rig.seat.let_go(first)
+    rig.clock.advance(START_S + 1.0)
+    for _ in range(3):
+        rig.seat.look()
+    assert rig.processes[0].signals == [signal.SIGKILL]
+    rig.processes[0].end(-9)

@@ -9,6 +9,7 @@ import msgspec
 from gateway.config import default_config, load_config
 from gateway.config_sections import Config
 from gateway.control.start import KeysInForce, Standing, Start, from_payload, to_payload
+from gateway.control.worker_actions import catch_up
 from policies.language.loader import load_policy
 from tests.support.gateway import EMBEDDED, environment, write_config
 
@@ -51,3 +52,8 @@ def test_the_plain_form_is_the_only_place_where_secrets_are_in_clear():
     config = default_config({"HOME": "/home/a", "HEAVY_API_KEY": "sk-secret"})
     assert "sk-secret" not in repr(Start(config))
     assert isinstance(from_payload(to_payload(Start(config))).config, Config)
+
+
+def test_who_cannot_take_up_the_policies_has_the_keys_all_the_same():
+    """The first command that fails is the last one sent."""
+    assert next(name for name, _ in catch_up(Standing())) == "keys.swap"

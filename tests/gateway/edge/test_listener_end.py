@@ -318,3 +318,21 @@ def test_a_neighbours_socket_is_adopted_and_given_back(run: Run) -> None:
         close_groups([own, theirs])
 
     run(work)
+
+
+def test_a_neighbour_that_is_back_before_it_is_adopted_keeps_its_socket(run: Run) -> None:
+    async def work(stage: Stage) -> None:
+        here = await stage.serving(HeldHandler("here"))
+        (theirs,) = bind_sockets("127.0.0.1", 0, 1)
+        adopting = asyncio.create_task(here.listener.adopt("neighbour", theirs))
+        await asyncio.sleep(0)
+        here.listener.release("neighbour")
+        await adopting
+        with socket.create_connection(theirs[0].getsockname()):
+            for _ in range(10):
+                await asyncio.sleep(0.001)
+            # Still in the queue.
+            theirs[0].accept()[0].close()
+        close_groups([theirs])
+
+    run(work)
