@@ -35,12 +35,18 @@ def info(model: str, *, surface: Surface = Surface.CHAT, name: str = "heavy") ->
     )
 
 
+#: Both ends share one loop in a test: many calls at once make each of them slow to connect.
+_CONNECT_S = 2.0
+
+
 def openai_backend(base: str, model: str = "ok", clock: Clock | None = None, **options: object) -> OpenAIBackend:
     """A backend that asks the upstream at `base` for `model` (the name of the fault)."""
+    options = {"connect_s": _CONNECT_S, **options}
     return OpenAIBackend(info(model), HttpOptions(f"{base}/v1", **options), clock or SystemClock())  # type: ignore[arg-type]
 
 
 def oip_backend(base: str, model: str = "ok", **options: object) -> OipBackend:
+    options = {"connect_s": _CONNECT_S, **options}
     return OipBackend(info(model, surface=Surface.TENSOR), HttpOptions(base, **options), SystemClock())  # type: ignore[arg-type]
 
 

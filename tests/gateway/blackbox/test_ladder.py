@@ -73,7 +73,7 @@ async def test_each_step_down_says_which_it_is(start: Start, up: SettableUpstrea
     clock.advance(20 * 60)  # past ttl and swr
     got = await client.chat(HARD)
     assert (got.said("rung"), got.said("degraded"), got.text) == ("stale", "deadline_exceeded", stored.text)
-    assert got.said("age") == str(20 * 60)
+    assert 20 * 60 <= int(got.said("age")) <= 20 * 60 + 5
     assert got.said("served-by") == "heavy"
     assert (await client.chat(HARD + " 3")).said("rung") == "default"
 
