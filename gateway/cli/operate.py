@@ -191,7 +191,9 @@ def _workers_table(places: list[dict[str, Any]]) -> Table:
     table = Table("place", "process", "pid", "state", "up", "in flight", "ended", "note")
     for place in places:
         again = f"; again in {place['again_in_s']:g} s" if "again_in_s" in place else ""
-        note = ("keeps ending: " if place["crash_loop"] else "") + place.get("reason", "") + again
+        leaving = "; ".join(f"{name} is leaving" for name in place["leaving"])
+        notes = [("keeps ending: " if place["crash_loop"] else "") + place.get("reason", "") + again, leaving]
+        note = "; ".join(filter(None, notes))
         table.add_row(
             place["name"], place["process"], str(place["pid"] or "-"), place["state"], f"{place['up_s']:.0f} s",
             str(place["in_flight"]), str(place["ended"]), note,

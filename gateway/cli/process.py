@@ -11,6 +11,7 @@ import typer
 import uvloop
 
 from gateway.control.hub import WorkerPort
+from gateway.control.hub_client import NoSupervisor
 from gateway.control.process import Life, Place, run_process
 from gateway.control.start import Start
 from policies.core.clock import SystemClock
@@ -53,9 +54,6 @@ def model_host(*, hub: Hub, name: Name, supervisor: Supervisor) -> None:
 def _run(place: Place, build: Callable[[Start, WorkerPort], Life]) -> None:
     try:
         uvloop.run(run_process(place, SystemClock(), build))
-    except (ConnectionError, FileNotFoundError) as error:
-        print(
-            f"gateway {place.name}: no supervisor at its socket ({error}); it is started by `gateway serve`",
-            file=sys.stderr,
-        )
+    except NoSupervisor as error:
+        print(f"gateway {place.name}: no supervisor: {error}. It is started by `gateway serve`.", file=sys.stderr)
         raise typer.Exit(1) from None

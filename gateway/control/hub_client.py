@@ -30,6 +30,10 @@ CLOSE_S = 1.0
 _LATEST_COUNTS = ("beat", "metrics")
 
 
+class NoSupervisor(Exception):
+    """There is nobody to say hello to, or it has refused this process."""
+
+
 class Who(NamedTuple):
     """What a process says of itself."""
 
@@ -55,8 +59,11 @@ class HubClient:
         self.orphaned = asyncio.Event()
 
     async def connect(self) -> Payload:
-        """Say hello; returns what the supervisor gives this process to begin with. Raises OSError."""
-        await self._open()
+        """Say hello; returns what the supervisor gives this process to begin with. Raises NoSupervisor."""
+        try:
+            await self._open()
+        except OSError as error:
+            raise NoSupervisor(f"nobody listens at {self._path}: {error.strerror or error}") from error
         return await self._start
 
     async def _open(self) -> None:
@@ -136,7 +143,7 @@ class HubClient:
     def _on_lost(self, error: Exception | None) -> None:
         if not self._start.done():
             # Not logged: how the log is written is in what has not come.
-            self._start.set_exception(ConnectionError("the supervisor refused this process, or has ended"))
+            self._start.set_exception(NoSupervisor("it refused this process, or has ended"))
         elif error is not None:
             _log.warning("hub_connection_broken", reason=f"{type(error).__name__}: {error}")
         self._lost.set()

@@ -61,7 +61,7 @@ class Life:
 
 
 async def run_process(place: Place, clock: Clock, build: Callable[[Start, WorkerPort], Life]) -> None:
-    """From the first hello to the end. Raises OSError when there is no supervisor to say hello to."""
+    """From the first hello to the end. Raises NoSupervisor."""
     ending = _Ending()
     ending.watch_signals()
     hub = HubClient(place.hub, Who(place.name, os.getpid(), version()), clock, lambda: os.getppid() == place.supervisor)

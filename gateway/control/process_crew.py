@@ -309,10 +309,11 @@ class ProcessCrew:
         }
 
     async def families(self) -> Mapping[str, list[Family]]:
+        before = self._fleet.known()
         for ack in await self.hub.query("metrics", {}):
             # One that has ended meanwhile has been counted already.
             if not ack.error and self._named(ack.worker) is not None:
-                self._fleet.heard(ack.worker, ack.value)
+                self._fleet.answered(ack.worker, ack.value, before)
         return self._fleet.families()
 
     def status(self) -> list[dict[str, Any]]:

@@ -30,6 +30,16 @@ class Fleet:
         """The figures of a process, as plain values."""
         self._latest[process] = families
 
+    def known(self) -> Mapping[str, Any]:
+        """The figures by process, as they are now: for `answered`."""
+        return dict(self._latest)
+
+    def answered(self, process: str, families: Any, before: Mapping[str, Any]) -> None:
+        """The figures of a process that was asked when `before` was known. Of no use when it has sent some by itself since
+        then: they may be later, and an answer waits for those of all the others."""
+        if self._latest.get(process) is before.get(process):
+            self._latest[process] = families
+
     def ended(self, process: str) -> None:
         latest = self._latest.pop(process, None)
         if latest is not None:

@@ -10,7 +10,7 @@ import structlog
 
 from gateway.control.facts import ALL_TOPIC, FactBoard, HubSharedState
 from gateway.control.hub import ANSWER_S, WorkerPort
-from gateway.control.hub_client import CLOSE_S, RECONNECT_S, HubClient, Who
+from gateway.control.hub_client import CLOSE_S, RECONNECT_S, HubClient, NoSupervisor, Who
 from gateway.control.hub_server import HubServer
 from policies.core.clock import FakeClock, SystemClock
 from tests.support.waiting import eventually, until
@@ -164,7 +164,7 @@ async def test_nobody_waits_for_ever(rig):
 
 async def test_a_process_that_was_not_started_here_is_refused(rig):
     client = rig.client(99, "worker-1")
-    with pytest.raises(ConnectionError):
+    with pytest.raises(NoSupervisor):
         await client.connect()
     assert rig.server.members == []
 
@@ -175,13 +175,13 @@ async def test_who_is_not_told_how_to_log_does_not_log(rig):
     await client._open()
     with structlog.testing.capture_logs() as logs:
         client._connection.connection_lost(ConnectionResetError("it broke"))
-        with pytest.raises(ConnectionError, match="has ended"):
+        with pytest.raises(NoSupervisor, match="has ended"):
             await client._start
     assert logs == []
 
 
 async def test_another_release_is_refused(rig):
-    with structlog.testing.capture_logs() as logs, pytest.raises(ConnectionError):
+    with structlog.testing.capture_logs() as logs, pytest.raises(NoSupervisor):
         await rig.client(1, version="1.3").connect()
     assert "'worker-1' is release 1.3, and this supervisor is 1.2" in logs[0]["reason"]
     assert rig.server.members == []

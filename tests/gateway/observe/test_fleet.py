@@ -55,3 +55,21 @@ def test_who_was_never_heard_of_ends_without_a_trace():
     fleet = Fleet()
     fleet.ended("worker-1")
     assert page(fleet) == ""
+
+
+def test_an_answer_does_not_replace_what_was_sent_meanwhile():
+    """It has waited for the answer of another process, one that stands still."""
+    fleet = Fleet()
+    fleet.heard("worker-1", figures(3))
+    before = fleet.known()
+    fleet.answered("worker-1", figures(4), before)
+    fleet.answered("worker-2", figures(1), before)
+    assert 'gateway_requests_total{surface="chat"} 5.0' in page(fleet)
+    before = fleet.known()
+    fleet.heard("worker-1", figures(9))
+    fleet.answered("worker-1", figures(5), before)
+    assert 'gateway_requests_total{surface="chat"} 10.0' in page(fleet)
+    before = fleet.known()
+    fleet.ended("worker-1")
+    fleet.answered("worker-1", figures(9), before)
+    assert 'gateway_requests_total{surface="chat"} 10.0' in page(fleet)
