@@ -7,6 +7,7 @@ out, because a request carries none. Redirects are not followed, cookies not kep
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
@@ -37,6 +38,8 @@ _MAX_ERROR_BYTES = 1 << 20
 _LINGER_S = 0.5
 #: How the library says that a body ended before its end.
 _CUT = (ContentLengthError, TransferEncodingError)
+#: This process, or its machine, has run out of something.
+_OURS = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL))
 _MISCONFIGURED = (401, 402, 403, 404)
 _OWN_DOING = (408, 425, 429)
 #: How services say that a prompt is too long: OpenAI and its likes, vLLM, llama.cpp.
@@ -140,6 +143,10 @@ class HttpTransport:
         except NotHttp as error:
             raise MalformedAnswer(self._say("did not answer in HTTP", error), self.name) from error
         except OSError as error:
+            if error.errno in _OURS:
+                # Says nothing about the backend, and its breaker is everybody's.
+                what = f"this process cannot open a connection ({error.strerror}); raise its limits"
+                raise LimitReached(what, retry_after_s=1.0) from error
             raise ConnectFailed(self._say("could not be reached", error), self.name) from error
         if 200 <= response.status < 300:
             return response

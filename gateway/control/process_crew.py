@@ -36,6 +36,7 @@ from gateway.control.worker_actions import catch_up
 from gateway.models import in_process_models
 from gateway.observe.fleet import Fleet
 from gateway.observe.metric_store import Family
+from gateway.observe.quiet import Quiet
 from gateway.observe.ticks import tick
 from gateway.version import version
 from policies.core.clock import Clock
@@ -58,6 +59,7 @@ class ProcessCrew:
         self._config = config
         self._clock = clock
         self._random = random
+        self._quiet = Quiet(clock)
         self.hub = HubServer(clock, version())
         self.hub.on_hello, self.hub.absent = self._on_hello, self._absent
         self.hub.subscribe(self._on_published)
@@ -196,7 +198,10 @@ class ProcessCrew:
                 await child.member.offered.wait()
             await self._bring_up_to_date(child)
         except (RuntimeError, TimeoutError) as error:
-            _log.error("worker_behind", worker=child.name, error=str(error) or "it does not offer itself")
+            more = self._quiet.admit(child.name)
+            if more is not None:
+                told = str(error) or "it does not offer itself"
+                _log.error("worker_behind", worker=child.name, error=told, **more)
         else:
             await self._adoption.tell(child.member)
 
@@ -296,7 +301,6 @@ class ProcessCrew:
             self._behind_since.pop(child.name, None)
         elif now - self._behind_since.setdefault(child.name, now) > _BEHIND_S:
             self._behind_since[child.name] = now
-            _log.warning("worker_behind", worker=child.name)
             self._spawn(self._repair(child))
 
     # ---------------------------------------------------------------------------------------------------- figures

@@ -34,6 +34,7 @@ from gateway.observe.logs import LogObserver
 from gateway.observe.metric_store import Metrics
 from gateway.observe.metrics import MetricsObserver
 from gateway.observe.processes import process_families
+from gateway.observe.quiet import Quiet
 from policies.core.clock import Clock
 from policies.core.errors import ConfigError
 from policies.core.events import Observers
@@ -72,6 +73,7 @@ class Supervisor:
             Standing(1, list(self._policies.current.files), self._policies.notices(), self._keys.in_force)
         )
         self.metrics = Metrics()
+        self._quiet = Quiet(clock)
         self._observer = Observers([MetricsObserver(self.metrics), LogObserver(clock)])
         self._reloading = asyncio.Lock()
         self._restarting = asyncio.Lock()
@@ -247,7 +249,7 @@ class Supervisor:
             _log.error("keys_not_reloaded", problem=now.problem)
         elif now.data != before.data:
             _log.info("keys_reloaded", keys=max((ack.value["keys"] for ack in acks if not ack.error), default=0))
-        _tell_behind("keys", acks)
+        self._tell_behind("keys", acks)
 
     async def reload_policies(self) -> dict[str, Any]:
         """Take up changed policy files and hand the set to every worker."""
@@ -286,7 +288,7 @@ class Supervisor:
                 return refused
             agreement.standing = standing
             acks = await hub.command("policies.commit", {"generation": standing.generation})
-        return _tell_behind("policies", acks)
+        return self._tell_behind("policies", acks)
 
     async def _tell_notices(self) -> None:
         """What is not as the policy files say is known to every worker: /readyz says that there is something, /notices what."""
@@ -296,10 +298,11 @@ class Supervisor:
                 self._agreement.standing = replace(self._agreement.standing, notices=lines)
                 await self.crew.hub.command("policies.notices", {"lines": lines})
 
-
-def _tell_behind(what: str, acks: list[Ack]) -> dict[str, str]:
-    """Log the workers that did not take something up. Returns them with the reason."""
-    behind = {ack.worker: ack.error for ack in acks if ack.error}
-    for worker, error in behind.items():
-        _log.error("worker_behind", worker=worker, what=what, error=error)
-    return behind
+    def _tell_behind(self, what: str, acks: list[Ack]) -> dict[str, str]:
+        """Log the workers that did not take something up, each now and then. Returns them with the reason."""
+        behind = {ack.worker: ack.error for ack in acks if ack.error}
+        for worker, error in behind.items():
+            more = self._quiet.admit((what, worker))
+            if more is not None:
+                _log.error("worker_behind", worker=worker, what=what, error=error, **more)
+        return behind

@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import os
+import resource
 from typing import Any
 
 import msgspec
@@ -284,6 +286,23 @@ async def test_nobody_listens() -> None:
     with pytest.raises(ConnectFailed):
         await collect(backend)
     await backend.aclose()
+
+
+async def test_running_out_of_descriptors_is_no_fault_of_the_backend() -> None:
+    """Breakers are shared by all workers: what one of them lacks must not open it for the others."""
+    async with scripted_upstream() as server:
+        backend = openai_backend(server.url)
+        free = os.dup(0)
+        os.close(free)
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+        try:
+            with pytest.raises(LimitReached, match=r"this process cannot open a connection \(Too many open files\)"):
+                await backend.infer(question(), soon())
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert (await backend.infer(question(), soon())).finish_reason == "stop"
+        await backend.aclose()
 
 
 async def test_the_deadline_ends_a_call_that_never_answers() -> None:
