@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import msgspec
 import numpy as np
@@ -133,13 +133,28 @@ class ChatAnswer(msgspec.Struct, frozen=True, gc=False):
     system_fingerprint: str | None = None
 
 
+class StageTimes(msgspec.Struct, frozen=True, gc=False, kw_only=True):
+    """Where the time of an answer that was computed in process went, in seconds; runs of one request added up.
+
+    `to_device_s`: making the model's input of the rows; on a CPU nothing is copied back, and `from_device_s` is 0.
+    """
+
+    tokenise_s: float = 0.0
+    queue_s: float = 0.0
+    to_device_s: float = 0.0
+    compute_s: float = 0.0
+    from_device_s: float = 0.0
+    post_s: float = 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class EmbeddingsAnswer:
-    """`vectors` is float32 [texts, dimensions], in the order of the request's texts."""
+    """`vectors` is float32 [texts, dimensions], in the order of the request's texts. `stages`: of a fresh answer only."""
 
     vectors: NDArray[np.float32]
     model: str
     usage: Usage = Usage()
+    stages: StageTimes | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +211,19 @@ class TensorSpec(msgspec.Struct, frozen=True):
     optional: bool = False
 
 
+class CutVerdict(msgspec.Struct, frozen=True):
+    """What splitting a model's graph at a cut came to when it was loaded, compared with the whole graph.
+
+    `label`: `exact` (not a bit differs), `within tolerance`, or `off` (beyond it: nothing is kept there). `difference` is
+    the largest of any output. `parts_difference`: the same when rows are run in several runs, as large requests are.
+    """
+
+    name: str
+    label: Literal["exact", "within tolerance", "off"]
+    difference: float
+    parts_difference: float = 0.0
+
+
 class BackendInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What never changes while a backend's model stays the same."""
 
@@ -210,6 +238,8 @@ class BackendInfo(msgspec.Struct, frozen=True, kw_only=True):
     outputs: tuple[TensorSpec, ...] = ()
     #: Name of the model that this one may stand in for (tensors only).
     substitutes: str | None = None
+    #: Where the graph is split for the subgraph cache.
+    cuts: tuple[CutVerdict, ...] = ()
 
 
 class Health(msgspec.Struct, frozen=True):

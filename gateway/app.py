@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,11 +15,13 @@ from backends.guarded import Guarded, GuardOptions
 from backends.http_transport import HttpOptions
 from backends.link.client import ModelLink
 from backends.oip_http import OipBackend
+from backends.onnx.cut_counts import CutCounts
 from backends.openai_http import OpenAIBackend
 from backends.slot import ModelPlace
-from cache.redis import RedisOptions, RedisStore
+from cache.redis import RedisStore
 from cache.result import ResultCache
 from cache.single_flight import Flights
+from cache.subgraph import SubgraphCache
 from chaos.injector import Injector
 from gateway.config import is_loopback
 from gateway.config_sections import BackendSettings, Config
@@ -53,8 +54,9 @@ from gateway.pipeline import Book, Pipeline, Stages
 from gateway.plan import Compilers, PlanBook
 from gateway.readiness import Readiness
 from gateway.refresh import Refresher
-from gateway.secret import Secret, kept_secret
+from gateway.secret import kept_secret
 from gateway.shared_embedder import EmbedderPlace
+from gateway.stores import redis_store, subgraph_cache, subgraph_families
 from policies.core.clock import Clock
 from policies.core.events import Observer, Observers
 from policies.core.shared_state import SharedState
@@ -74,9 +76,11 @@ class Built:
     places: tuple[ModelPlace, ...]
     embedder: EmbedderPlace | None
     remotes: dict[str, OpenAIBackend]
+    tensors: SubgraphCache | None
+    cut_counts: CutCounts
 
     def families(self) -> list[Family]:
-        """What remote backends count by themselves."""
+        """What remote backends count by themselves, and models that are split."""
         calls = [Sample((name,), [float(backend.in_flight)]) for name, backend in self.remotes.items()]
         skipped = [Sample((name,), [float(backend.skipped_events)]) for name, backend in self.remotes.items()]
         return [
@@ -84,6 +88,7 @@ class Built:
             Family(
                 "gateway_upstream_events_skipped", "Malformed stream lines.", "counter", ("backend",), "sum", skipped
             ),
+            *(subgraph_families(self.tensors, self.cut_counts) if self.tensors is not None else ()),
         ]
 
 
@@ -96,10 +101,18 @@ def builtin_policies(config: Config) -> tuple[Policy, ...]:
     return (embeddings_policy(embedders[0], [*EMBEDDING_ALIASES, *([model] if model else [])]),)
 
 
-def build_backends(config: Config, around: Surroundings, observer: Observer, shared: SharedState) -> Built:
-    """Every configured backend, guarded: limiter -> breaker -> chaos -> transport."""
+def build_backends(
+    config: Config, around: Surroundings, observer: Observer, shared: SharedState, store: RedisStore | None = None
+) -> Built:
+    """Every configured backend, guarded: limiter -> breaker -> chaos -> transport. `store`: second tier for tensors."""
     clock = around.clock
-    models = ModelSlots(config, clock, observer) if around.link is None else LinkedModels(config, around.link, observer)
+    tensors: SubgraphCache | None = None
+    models: ModelSlots | LinkedModels
+    if around.link is None:
+        tensors = subgraph_cache(config, clock, store)
+        models = ModelSlots(config, clock, observer, tensors)
+    else:
+        models = LinkedModels(config, around.link, observer)
     backends: dict[str, Backend] = {}
     places: list[ModelPlace] = []
     remotes: dict[str, OpenAIBackend] = {}
@@ -116,7 +129,7 @@ def build_backends(config: Config, around: Surroundings, observer: Observer, sha
         backends[name] = Guarded(
             Injector(inner), options, clock=clock, observer=observer, random=random.random, shared=shared
         )
-    return Built(backends, tuple(places), models.embedder, remotes)
+    return Built(backends, tuple(places), models.embedder, remotes, tensors, models.cut_counts)
 
 
 def _remote(name: str, spec: BackendSettings, clock: Clock) -> Backend:
@@ -157,7 +170,8 @@ def build_worker(start: Start, heads: Heads, around: Surroundings) -> Worker:
     config, clock = start.config, around.clock
     metrics, recent, first_outputs = Metrics(), RecentRequests(), FirstOutputs(clock)
     observer = BatchedObserver(Observers([MetricsObserver(metrics), LogObserver(clock), recent, first_outputs]))
-    built = build_backends(config, around, observer, HubSharedState(around.port, start.facts))
+    store = redis_store(config, clock)
+    built = build_backends(config, around, observer, HubSharedState(around.port, start.facts), store)
     loopback, secret = is_loopback(config.listen.host), config.cache.secret
     assert secret is not None, "the supervisor fills in what the file leaves out"
     compilers = Compilers(
@@ -168,7 +182,6 @@ def build_worker(start: Start, heads: Heads, around: Surroundings) -> Worker:
         observer=observer,
         expose="all" if loopback else "basic",
     )
-    store = _redis(config, clock, secret)
     cache = ResultCache(config.cache.l1_bytes, clock, random.random, store)
     flights = Flights()
     dispatcher = Dispatcher(cache, flights, clock)
@@ -190,7 +203,7 @@ def build_worker(start: Start, heads: Heads, around: Surroundings) -> Worker:
     metrics.source(built.families)
     listener = Listener(edge, limits)
     metrics.source(lambda: [in_flight_family(listener.in_flight)])
-    closers: list[Any] = [item for item in (built.embedder, store) if item is not None]
+    closers: list[Any] = [item for item in (built.embedder, built.tensors, store) if item is not None]
     parts = WorkerParts(
         config=config,
         clock=clock,
@@ -254,20 +267,6 @@ def edge_limits(config: Config) -> EdgeLimits:
         header_time_s=config.limits.header_time_s,
         body_time_s=config.limits.body_time_s,
     )
-
-
-def _redis(config: Config, clock: Clock, secret: Secret) -> RedisStore | None:
-    if config.redis is None or config.redis.url is None:
-        return None
-    # Gateways with other cache secrets cannot read each other's entries; under the same names they would only
-    # overwrite them in turns.
-    apart = hashlib.blake2b(secret.reveal().encode(), digest_size=4, person=b"redis-names").hexdigest()
-    options = RedisOptions(
-        url=config.redis.url.reveal(),
-        namespace=f"{config.redis.namespace}-{apart}",
-        limit_s=config.redis.timeout_s,
-    )
-    return RedisStore(options, clock, random.random)
 
 
 def _readiness(config: Config, built: Built, store: RedisStore | None) -> Readiness:

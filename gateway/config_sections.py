@@ -103,6 +103,8 @@ class CacheSettings(Section, frozen=True, kw_only=True):
     """Sizes of the caches in one worker."""
 
     l1_bytes: Size = 64 << 20
+    #: Inner tensors of models that are split, in the memory of the process that runs the models.
+    subgraph_bytes: Size = 64 << 20
     #: Environment variable with the secret that keys the check digests; gateways that share Redis must share it.
     #: Without it, one is made and kept in the state folder.
     secret_env: EnvName | None = None

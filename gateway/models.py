@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from backends.api import Backend, BackendInfo, Capabilities
+from backends.api import Backend, BackendInfo, Capabilities, TensorCache
 from backends.link.client import ModelLink
 from backends.link.linked import LinkedEmbedder, LinkedModel
+from backends.onnx.cut_counts import CutCounts
 from backends.slot import Slot
 from gateway.config_sections import BackendSettings, Config, ModelSettings
 from gateway.shared_embedder import SharedEmbedder
@@ -102,8 +103,19 @@ def placeholder_info(name: str, spec: BackendSettings) -> BackendInfo:
 class ModelSlots:
     """Makes a Slot for each backend whose model runs in this process. `on_loop_s`: as in SessionSettings."""
 
-    def __init__(self, config: Config, clock: Clock, observer: Observer, *, on_loop_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        config: Config,
+        clock: Clock,
+        observer: Observer,
+        tensors: TensorCache | None = None,
+        *,
+        on_loop_s: float = 0.0,
+    ) -> None:
+        """`tensors`: where models that are split keep what they computed [nowhere]."""
+        self._tensors = tensors
         self._on_loop_s = on_loop_s
+        self.cut_counts = CutCounts()
         self._config = config
         self._clock = clock
         self._observer = observer
@@ -138,10 +150,11 @@ class ModelSlots:
 
                 backend: Backend = EmbeddingsBackend(lease.embedder, **arguments)
             else:
-                from backends.onnx.two_tower import TwoTowerBackend
+                from backends.onnx.two_tower import Keep, TwoTowerBackend
 
                 folder = checked_folder(self._config, model)
-                backend = await TwoTowerBackend.load(folder, lease.embedder, settings=settings, **arguments)
+                keep = Keep(self._tensors, self.cut_counts)
+                backend = await TwoTowerBackend.load(folder, lease.embedder, settings=settings, keep=keep, **arguments)
         except BaseException:
             await lease.release()
             raise
@@ -153,6 +166,8 @@ class LinkedModels:
     """Makes a place for each backend whose model runs in the model host."""
 
     def __init__(self, config: Config, link: ModelLink, observer: Observer) -> None:
+        #: The model host counts.
+        self.cut_counts = CutCounts()
         self._link = link
         self._observer = observer
         self.embedder: LinkedEmbedder | None = link.embedder if embedder_name(config) is not None else None

@@ -63,7 +63,7 @@ CATALOGUE: dict[str, CatalogueEntry] = {
         kind="two_tower",
         source="model:minilm:{variant}",
         variants=("q8", "fp32"),
-        builder="two-tower-1",
+        builder="two-tower-2",
         processing="scores-1",
         requires="minilm",
     ),

@@ -1,11 +1,15 @@
-"""Sentence embeddings in process: MiniLM on ONNX Runtime, for classification, semantic lookups and the embeddings surface."""
+"""Sentence embeddings in process: MiniLM on ONNX Runtime, for classification, semantic lookups and the embeddings surface.
+
+Texts of all callers share runs of the model (`batcher`); tokenising is done on the event loop when it is quick, else on a
+thread of its own, so the texts of the next run are read while this one is computed.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import onnxruntime as ort
@@ -19,14 +23,21 @@ from backends.api import (
     EmbeddingsAnswer,
     EmbeddingsRequest,
     Health,
+    Priority,
     Request,
     Role,
+    StageTimes,
     Usage,
 )
+from backends.onnx.batch_stats import BatcherStats
+from backends.onnx.batcher import Batcher
+from backends.onnx.batching import BatchLimits
+from backends.onnx.encoder_run import EncoderRunner, measured_latency
 from backends.onnx.fingerprint import loaded_fingerprint
 from backends.onnx.manifest import Manifest, ModelDamaged, ModelError, backend_info, read_manifest
 from backends.onnx.session import OneThread, SessionSettings, check_names, create_session, provider_of
-from backends.onnx.tokens import group_by_length, head_and_tail, padded, read_tokenizer
+from backends.onnx.tokens import head_and_tail, padded, read_tokenizer
+from policies.core.clock import Clock, SystemClock
 from policies.core.deadline import Deadline
 from policies.core.errors import CannotServe, InvalidRequest, ModelFailed
 
@@ -41,6 +52,11 @@ _INLINE_CHARACTERS = 1_500
 #: Tokenised in one go by the thread: about 10 ms.
 _SHARE_CHARACTERS = 32_000
 MAX_TEXTS = 2_048
+#: A call of `embed` of so few texts is one that a request waits for on its way (classification, semantic lookup): it goes
+#: before bulks, whoever they belong to.
+_FEW_TEXTS = 4
+#: A token id while it waits: a pointer and a number.
+_BYTES_PER_ID = 36
 
 FloatArray = NDArray[np.float32]
 _INPUTS = ("input_ids", "attention_mask")
@@ -49,7 +65,15 @@ _INPUTS = ("input_ids", "attention_mask")
 class MiniLmEmbedder:
     """Implements `backends.api.Embedder`. Belongs to one event loop; made by `load`."""
 
-    def __init__(self, manifest: Manifest, tokenizer: Any, session: ort.InferenceSession, name: str) -> None:
+    def __init__(
+        self,
+        manifest: Manifest,
+        tokenizer: Any,
+        session: ort.InferenceSession,
+        name: str,
+        batcher: Batcher,
+        clock: Clock,
+    ) -> None:
         self.manifest = manifest
         self.name = name
         self.provider = provider_of(session)
@@ -61,17 +85,27 @@ class MiniLmEmbedder:
         self._unknown: int = tokenizer.token_to_id("[UNK]")
         self._session = session
         self._thread = OneThread(name)
+        self.batcher = batcher
+        self._clock = clock
         self._closed = False
 
     @classmethod
     async def load(
-        cls, folder: Path, *, name: str = "embedder", settings: SessionSettings | None = None
+        cls,
+        folder: Path,
+        *,
+        name: str = "embedder",
+        settings: SessionSettings | None = None,
+        limits: BatchLimits | None = None,
+        clock: Clock | None = None,
     ) -> MiniLmEmbedder:
-        """Load and try the model in `folder`, in a thread. Raises ModelError (ModelMissing, ModelDamaged ...)."""
-        return await asyncio.to_thread(cls._load, folder, name, settings)
+        """Load, try and measure the model in `folder`, in a thread. Raises ModelError (ModelMissing, ModelDamaged ...)."""
+        return await asyncio.to_thread(cls._load, folder, name, settings, limits, clock or SystemClock())
 
     @classmethod
-    def _load(cls, folder: Path, name: str, settings: SessionSettings | None) -> MiniLmEmbedder:
+    def _load(
+        cls, folder: Path, name: str, settings: SessionSettings | None, limits: BatchLimits | None, clock: Clock
+    ) -> MiniLmEmbedder:
         manifest = read_manifest(folder)
         if manifest.kind != "embedder":
             raise ModelError(f"{folder} holds a model of kind {manifest.kind}, not an embedder")
@@ -86,11 +120,20 @@ class MiniLmEmbedder:
         tried = session.run(["embedding"], padded([tokenizer.encode("ready?").ids, tokenizer.encode("").ids]))[0]
         if tried.shape != (2, manifest.architecture["dimensions"]) or not np.isfinite(tried).all():
             raise ModelDamaged(f"{folder}: the model gives {tried.shape} or numbers that are not finite")
-        return cls(manifest, tokenizer, session, name)
+        runner = EncoderRunner(session)
+        longest = manifest.capabilities.context_tokens or READ_TOKENS
+        latency = measured_latency(runner, clock, token=tokenizer.token_to_id("[UNK]"), longest=longest)
+        batcher = Batcher(runner, latency, clock, name=name, limits=limits)
+        return cls(manifest, tokenizer, session, name, batcher, clock)
 
     @property
     def closed(self) -> bool:
         return self._closed
+
+    @property
+    def session(self) -> ort.InferenceSession:
+        """For a model that has this very graph in it. A session may be run from several threads."""
+        return self._session
 
     def tokenize(self, text: str) -> list[int]:
         """All token ids of a text, with [CLS] and [SEP] round them. About 1.2 us a token."""
@@ -108,17 +151,27 @@ class MiniLmEmbedder:
         ids = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids.count(self._unknown) / len(ids) if ids else 0.0
 
-    async def embed(self, texts: Sequence[str], deadline: Deadline) -> FloatArray:
+    def stats(self) -> BatcherStats:
+        """Of the runs of this model."""
+        return self.batcher.stats()
+
+    async def embed(self, texts: Sequence[str], deadline: Deadline, *, priority: Priority | None = None) -> FloatArray:
         """float32 [texts, dimensions], rows of length 1.
 
-        Reads the first and last 128 tokens of a longer text. Raises LimitReached, DeadlineExceeded, ModelNotReady,
-        ModelFailed.
+        Reads the first and last 128 tokens of a longer text. `priority` None: a few texts go as a VIP's, many as anybody's.
+        Raises LimitReached (too busy for the deadline), DeadlineExceeded, ModelNotReady, ModelFailed.
         """
+        if priority is None:
+            priority = Priority.VIP if len(texts) <= _FEW_TEXTS else Priority.NORMAL
+        return await self.embed_tokens(await self.read(texts, deadline), deadline, priority)
+
+    async def read(self, texts: Sequence[str], deadline: Deadline) -> list[list[int]]:
+        """The token ids that `embed` reads of each text."""
         rows = await self.tokenize_all([_ends(text) for text in texts], deadline)
-        return await self.embed_tokens([head_and_tail(row, READ_TOKENS) for row in rows], deadline)
+        return [head_and_tail(row, READ_TOKENS) for row in rows]
 
     async def tokenize_all(self, texts: Sequence[str], deadline: Deadline) -> list[list[int]]:
-        """`tokenize` for each text: on the event loop when that is quick, else in the model's thread, a share at a time."""
+        """`tokenize` for each text: on the event loop when that is quick, else on a thread, a share at a time."""
         if sum(map(len, texts)) <= _INLINE_CHARACTERS:
             return [self.tokenize(text) for text in texts]
         rows: list[list[int]] = []
@@ -129,25 +182,45 @@ class MiniLmEmbedder:
     def _tokenize_in_thread(self, _options: ort.RunOptions, texts: Sequence[str]) -> list[list[int]]:
         return [self.tokenize(text) for text in texts]
 
-    async def embed_tokens(self, rows: Sequence[Sequence[int]], deadline: Deadline) -> FloatArray:
-        """Like `embed`, from token ids: 1 to `max_tokens` a row, each in the vocabulary (else ModelFailed).
+    async def embed_tokens(
+        self, rows: Sequence[Sequence[int]], deadline: Deadline, priority: Priority = Priority.NORMAL
+    ) -> FloatArray:
+        """Like `embed`, from token ids: 1 to `max_tokens` a row, each in the vocabulary (else ModelFailed)."""
+        return (await self.embed_timed(rows, deadline, priority))[0]
 
-        Rows of like length share a run; other callers get their turn between two runs.
-        """
+    async def embed_timed(
+        self,
+        rows: Sequence[Sequence[int]],
+        deadline: Deadline,
+        priority: Priority = Priority.NORMAL,
+        tokenise_s: float = 0.0,
+    ) -> tuple[FloatArray, StageTimes]:
+        """`embed_tokens`, and where the time went. `tokenise_s`: what the caller has spent on that."""
+        lengths = []
         for row in rows:
             if not 0 < len(row) <= self.max_tokens or min(row) < 0 or max(row) >= self._vocabulary:
                 raise ModelFailed(f"a row of {len(row)} token ids is outside what the model reads", self.name)
+            lengths.append(len(row))
+        size = _BYTES_PER_ID * sum(lengths)
+        got = await self.batcher.submit(rows, lengths, deadline, priority=priority, size_bytes=size)
         vectors = np.empty((len(rows), self.dimensions), np.float32)
-        for indices in group_by_length([len(row) for row in rows]):
-            vectors[indices] = await self._thread.run(self._run, deadline, [rows[index] for index in indices])
-        return vectors
-
-    def _run(self, options: ort.RunOptions, rows: list[Sequence[int]]) -> FloatArray:
-        return cast(FloatArray, self._session.run(["embedding"], padded(rows), options)[0])
+        for index, vector in enumerate(got.results):
+            vectors[index] = vector
+        if not np.isfinite(vectors).all():
+            raise ModelFailed("an embedding is not finite", self.name)
+        post_s = self._clock.now() - got.at
+        return vectors, StageTimes(
+            tokenise_s=tokenise_s,
+            queue_s=got.queue_s,
+            to_device_s=got.to_device_s,
+            compute_s=got.compute_s,
+            post_s=post_s,
+        )
 
     async def aclose(self) -> None:
         """Later calls raise ModelNotReady."""
         self._closed = True
+        await self.batcher.aclose()
         await self._thread.aclose()
 
 
@@ -208,7 +281,9 @@ class EmbeddingsBackend:
             raise CannotServe(f"{self._info.name} embeds texts; it does not serve {request.surface} traffic")
         embedder = self._embedder
         self._check(request)
+        began = deadline.clock.now()
         rows = await embedder.tokenize_all(request.texts, deadline)
+        tokenise_s = deadline.clock.now() - began
         for index, row in enumerate(rows):
             if len(row) > embedder.max_tokens:
                 raise InvalidRequest(
@@ -216,8 +291,8 @@ class EmbeddingsBackend:
                     param="input",
                     code="context_length_exceeded",
                 )
-        vectors = await embedder.embed_tokens(rows, deadline)
-        return EmbeddingsAnswer(vectors, self._info.model, Usage(prompt_tokens=sum(map(len, rows))))
+        vectors, stages = await embedder.embed_timed(rows, deadline, request.priority, tokenise_s)
+        return EmbeddingsAnswer(vectors, self._info.model, Usage(prompt_tokens=sum(map(len, rows))), stages)
 
     def _check(self, request: EmbeddingsRequest) -> None:
         """What can be seen without tokenising."""

@@ -59,6 +59,25 @@ class FileEntry(msgspec.Struct, frozen=True):
     size_bytes: int
 
 
+class CutSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Tensors at which the graph may be split, so that what they are computed from need not be run again.
+
+    A cut with `rows` is looked up and kept row by row: the first axis of those inputs of the graph and of the cut's tensors
+    counts rows that do not depend on each other. Which rows share a run then depends on which are known, so such a cut is
+    exact only where a row's bits do not depend on its batch.
+    """
+
+    name: str
+    tensors: tuple[str, ...]
+    rows: tuple[str, ...] = ()
+    #: Rows of unlike length: input -> the value that fills up the shorter ones, along their first axis.
+    padding: dict[str, int] = {}
+    #: False = only a place to split: its rows may be run in parts, and equal segments share one session.
+    stored: bool = True
+    #: Largest difference of any output from the whole graph's; beyond it the cut is not used. 0 = not a bit.
+    tolerance: float = 0.0
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything a reader needs to know without opening the model."""
 
@@ -85,6 +104,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     requires_fingerprint: str = ""
     #: Numbers that only the kind's own loader reads (layers, heads, dimensions ...).
     architecture: dict[str, Any] = {}
+    #: Where the graph may be split. What a split comes to is measured each time the model is loaded.
+    cuts: tuple[CutSpec, ...] = ()
     #: What was checked when the model was built.
     checks: tuple[Check, ...] = ()
 

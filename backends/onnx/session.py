@@ -62,13 +62,17 @@ def full_provider_name(short: str, available: Sequence[str]) -> str:
     return name
 
 
-def create_session(path: Path, settings: SessionSettings | None = None) -> ort.InferenceSession:
-    """Load a graph. Slow (up to seconds): call it in a thread; it releases the GIL.
+def create_session(
+    graph: Path | bytes, settings: SessionSettings | None = None, *, told: str = "the graph"
+) -> ort.InferenceSession:
+    """Load a graph from a file, or from the bytes of one (`told` is what messages call it then).
 
+    Slow (up to seconds): call it in a thread; it releases the GIL.
     Raises ProviderUnavailable when the provider did not really load (ONNX Runtime itself falls back silently), ModelError
     when the graph cannot be loaded.
     """
     settings = settings or SessionSettings()
+    path, source = (told, graph) if isinstance(graph, bytes) else (str(graph), str(graph))
     provider = full_provider_name(settings.provider, ort.get_available_providers())
     options = ort.SessionOptions()
     options.intra_op_num_threads = settings.intra_threads
@@ -80,7 +84,7 @@ def create_session(path: Path, settings: SessionSettings | None = None) -> ort.I
     if provider != PROVIDERS["cpu"] and not settings.allow_cpu_fallback:
         options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
     try:
-        session = ort.InferenceSession(str(path), options, providers=[(provider, settings.provider_options)])
+        session = ort.InferenceSession(source, options, providers=[(provider, settings.provider_options)])
     except Exception as error:  # ONNX Runtime's errors share no base below Exception
         raise ModelError(f"{path} cannot be loaded on {provider}: {first_line(error)}") from error
     session.disable_fallback()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from backends.slot import ModelPlace, Slot
 from gateway.control.hub import Payload, WorkerPort
 
@@ -47,4 +49,5 @@ def place_status(place: ModelPlace) -> dict[str, Any]:
         "state": place.state,
         "reason": place.reason,
         "fingerprint": place.info.fingerprint,
+        "cuts": msgspec.to_builtins(place.info.cuts),
     }

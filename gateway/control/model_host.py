@@ -19,6 +19,7 @@ from gateway.observe.logs import LogObserver
 from gateway.observe.loop_lag import watch_loop_lag
 from gateway.observe.metric_store import Metrics
 from gateway.observe.metrics import MetricsObserver
+from gateway.stores import redis_store, subgraph_cache, subgraph_families
 from policies.core.clock import Clock
 from policies.core.events import Observers
 
@@ -30,8 +31,12 @@ def model_host_life(start: Start, port: WorkerPort, clock: Clock) -> Life:
     """The life of the model host, with its actions at `port`."""
     config = start.config
     metrics = Metrics()
+    store = redis_store(config, clock)
+    tensors = subgraph_cache(config, clock, store)
     observers = Observers([MetricsObserver(metrics), LogObserver(clock)])
-    models = ModelSlots(config, clock, observers, on_loop_s=ON_LOOP_S)
+    models = ModelSlots(config, clock, observers, tensors, on_loop_s=ON_LOOP_S)
+    if tensors is not None:
+        metrics.source(lambda: subgraph_families(tensors, models.cut_counts))
     slots = {name: models.place(name, spec) for name, spec in config.backends.items() if spec.kind in MODEL_KINDS}
     server = LinkServer(slots, models.embedder, clock)
     tasks: list[asyncio.Task[None]] = []
@@ -56,8 +61,9 @@ def model_host_life(start: Start, port: WorkerPort, clock: Clock) -> Life:
         await server.aclose()
         for slot in slots.values():
             await slot.aclose()
-        if models.embedder is not None:
-            await models.embedder.aclose()
+        for closed in (models.embedder, tensors, store):
+            if closed is not None:
+                await closed.aclose()
 
     def beat() -> Payload:
         return {"in_flight": server.in_flight}

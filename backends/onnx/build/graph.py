@@ -82,6 +82,14 @@ class GraphWriter:
         inputs = [x, self.constant(f"{output}.q8", quantised), self.constant(f"{output}.scales", scales)]
         return self.node("MatMulNBits", inputs, output, attributes, CONTRIB)
 
+    @property
+    def nodes_made(self) -> Sequence[onnx.NodeProto]:
+        return self._nodes
+
+    @property
+    def constants_made(self) -> Sequence[onnx.TensorProto]:
+        return list(self._constants.values())
+
     def model(
         self,
         name: str,

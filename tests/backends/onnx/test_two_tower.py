@@ -2,21 +2,32 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 
-from backends.api import Embedder, EmbeddingsRequest, Role, Tensor, TensorRequest
+from backends.api import EmbeddingsRequest, Role, Tensor, TensorRequest
 from backends.onnx.build import two_tower as head
 from backends.onnx.demo.items import sample_items
 from backends.onnx.embedder import MiniLmEmbedder
 from backends.onnx.manifest import ModelError, no_progress
+from backends.onnx.session import create_session
+from backends.onnx.split import graph_digest, split
 from backends.onnx.store import ModelStore
-from backends.onnx.two_tower import MAX_CANDIDATES, TwoTowerBackend
+from backends.onnx.tokens import padded
+from backends.onnx.two_tower import MAX_CANDIDATES, Keep, TwoTowerBackend
+from cache.subgraph import SubgraphCache
+from policies.core.clock import SystemClock
 from policies.core.deadline import Deadline
-from policies.core.errors import CannotServe, InvalidRequest, LimitReached, ModelNotReady
+from policies.core.errors import CannotServe, InvalidRequest, ModelNotReady
+from tests.support.tensor_store import TensorDict
 from tests.support.tiny_bert import WIDTH
+
+#: Scores of the whole graph, in one run: (history, items).
+Whole = Callable[[list[str], list[str]], np.ndarray]
 
 HISTORY = ["warm tent", "boots rain"]
 ITEMS = ["coffee bread knife", "tent lamp", "song train", "tent lamp"]
@@ -91,37 +102,96 @@ def test_weights_halve_over_the_half_life() -> None:
     assert weights[-1] == 1 and weights[-1 - 8] == pytest.approx(0.5) and weights[0] == pytest.approx(0.25)
 
 
-class CountingEmbedder:
-    """An embedder that notes what it is asked, as one that keeps embeddings would sit in its place."""
-
-    def __init__(self, inner: Embedder) -> None:
-        self._inner = inner
-        self.calls: list[list[str]] = []
-        self.fingerprint, self.dimensions = inner.fingerprint, inner.dimensions
-
-    async def embed(self, asked: Sequence[str], deadline: Deadline) -> np.ndarray:
-        self.calls.append(list(asked))
-        if "full" in asked:
-            raise LimitReached("full")
-        return await self._inner.embed(asked, deadline)
-
-    async def unknown_share(self, text: str, deadline: Deadline) -> float:
-        return await self._inner.unknown_share(text, deadline)
+def counts(backend: TwoTowerBackend, what: str) -> dict[str, int]:
+    """Cut -> how often, since the backend was loaded."""
+    return {cut: count for (_, cut, said), count in backend.counts.values.items() if said == what}
 
 
-async def test_each_distinct_text_is_embedded_once(
-    tiny_store: ModelStore, embedder: MiniLmEmbedder, soon: Deadline
+async def test_each_distinct_item_is_run_once_and_towers_only_for_texts(
+    backend: TwoTowerBackend, soon: Deadline
 ) -> None:
-    counting = CountingEmbedder(embedder)
-    backend = await TwoTowerBackend.load(tiny_store.folder("two-tower", "fp32"), counting, name="reco", role=Role.LIGHT)
     await scores(backend, soon, texts("user_history", ["tent", "boots"]), texts("candidates", ["tent", "a", "a"]))
-    assert counting.calls == [["tent", "boots", "a"]]
+    assert counts(backend, "rows") == {"item_tower": 2}
+    assert counts(backend, "runs") == {"history_encoder": 1, "user_tower": 1, "item_tower": 1, "rest": 1}
     await scores(
         backend, soon, vectors("user_embedding", np.ones(WIDTH)), vectors("item_embeddings", np.ones((2, WIDTH)))
     )
-    assert len(counting.calls) == 1
-    with pytest.raises(LimitReached):
-        await scores(backend, soon, texts("user_history", ["full"]), texts("candidates", ["a"]))
+    assert counts(backend, "runs") == {"history_encoder": 1, "user_tower": 1, "item_tower": 1, "rest": 2}
+
+
+# ------------------------------------------------------------------------------------------------- subgraph cache
+
+#: Of one length in tokens, so that the rows of a request share one run, as they do in the whole graph.
+FRESH = [["coffee bread", "tent lamp", "song train"], ["warm coffee", "lamp song", "bread boots"]]
+
+
+@pytest.fixture(params=["fp32", "q8"])
+async def keeping(
+    request: pytest.FixtureRequest, tiny_store: ModelStore
+) -> AsyncIterator[tuple[TwoTowerBackend, TensorDict, Whole]]:
+    """A recommender with a subgraph cache, that cache, and the whole graph for comparison."""
+    folders = [tiny_store.folder(name, request.param) for name in ("minilm", "two-tower")]
+    embedder, store = await MiniLmEmbedder.load(folders[0]), TensorDict()
+    keep = Keep(store)
+    backend = await TwoTowerBackend.load(folders[1], embedder, name="reco", role=Role.LIGHT, keep=keep)
+    session = create_session(folders[1] / "model.onnx")
+
+    def whole(history: list[str], items: list[str]) -> np.ndarray:
+        feeds = {}
+        for tower, said in (("history", history), ("item", items)):
+            ids, mask = padded([embedder.tokenize(text) for text in said]).values()
+            feeds |= {f"{tower}_ids": ids, f"{tower}_mask": mask}
+        found: np.ndarray = session.run(["scores"], feeds)[0]
+        return found
+
+    yield backend, store, whole
+    await backend.aclose()
+    await embedder.aclose()
+
+
+async def test_a_user_tower_is_not_run_again_and_changes_no_bit(
+    keeping: tuple[TwoTowerBackend, TensorDict, Whole], soon: Deadline
+) -> None:
+    backend, _, whole = keeping
+    labels = {verdict.name: verdict.label for verdict in backend.info.cuts}
+    assert (labels["history_encoder"], labels["user_tower"]) == ("exact", "exact")
+    assert labels["item_tower"] != "off", "whether a row's last bits depend on its batch is the machine's business"
+    for history in (HISTORY, ["song"], ["lamp", "coffee bread knife tent lamp song train", "a"]):
+        for items in FRESH:
+            found = await scores(backend, soon, texts("user_history", history), texts("candidates", items))
+            if history == HISTORY:
+                # No item is known yet, so all are run as in the whole graph.
+                assert found.tobytes() == whole(history, items).tobytes()
+            assert np.abs(found - whole(history, items)).max() < 1e-6
+    assert counts(backend, "runs") == {"history_encoder": 3, "user_tower": 3, "item_tower": 2, "rest": 6}
+    assert counts(backend, "hits") == {"user_tower": 3, "item_tower": 12}
+
+
+async def test_items_known_from_another_user_are_not_run_again(
+    keeping: tuple[TwoTowerBackend, TensorDict, Whole], soon: Deadline
+) -> None:
+    backend, store, whole = keeping
+    await scores(backend, soon, texts("user_history", HISTORY), texts("candidates", ITEMS))
+    ran = counts(backend, "rows")["item_tower"]
+    assert ran == len(set(ITEMS))
+    other = [*ITEMS[::-1], "a boat"]
+    found = await scores(backend, soon, texts("user_history", ["train"]), texts("candidates", other))
+    assert counts(backend, "rows")["item_tower"] == ran + 1
+    (verdict,) = [verdict for verdict in backend.info.cuts if verdict.name == "item_tower"]
+    assert np.abs(found - whole(["train"], other)).max() <= max(10 * verdict.difference, 1e-6)
+    assert all(array.dtype == np.float32 for kept in store.kept.values() for array in kept.values())
+
+
+async def test_the_encoder_stands_in_memory_once(tiny_store: ModelStore, embedder: MiniLmEmbedder) -> None:
+    """Both towers' encoders are the embedder's own graph, found by its digest."""
+    folder = tiny_store.folder("two-tower", "fp32")
+    manifest = tiny_store.manifest("two-tower", "fp32")
+    parts = split(onnx.load(folder / "model.onnx"), {cut.name: cut.tensors for cut in manifest.cuts})
+    digests = {segment.name: segment.digest for segment in parts.cuts}
+    assert digests["history_encoder"] == digests["item_tower"] == manifest.architecture["encoder"]["digest"]
+    assert graph_digest(onnx.load(tiny_store.folder("minilm", "fp32") / "model.onnx"))[0] == digests["item_tower"]
+    backend = await TwoTowerBackend.load(folder, embedder, name="reco", role=Role.LIGHT)
+    assert any(bound.session is embedder.session for bound in backend._model._segments._bound.values())
     await backend.aclose()
 
 
@@ -174,15 +244,12 @@ def spoiled(value: float) -> np.ndarray:
     ],
 )
 async def test_bad_inputs_are_named_before_anything_runs(
-    tiny_store: ModelStore, embedder: MiniLmEmbedder, soon: Deadline, inputs: list[Tensor], param: str, says: str
+    backend: TwoTowerBackend, soon: Deadline, inputs: list[Tensor], param: str, says: str
 ) -> None:
-    counting = CountingEmbedder(embedder)
-    backend = await TwoTowerBackend.load(tiny_store.folder("two-tower", "fp32"), counting, name="reco", role=Role.LIGHT)
     with pytest.raises(InvalidRequest, match=says) as refused:
         await backend.infer(request(*inputs), soon)
     assert refused.value.param == param
-    assert counting.calls == []
-    await backend.aclose()
+    assert backend.counts.values == {}
 
 
 async def test_an_unknown_output_is_refused(backend: TwoTowerBackend, soon: Deadline) -> None:
@@ -221,7 +288,7 @@ async def test_other_traffic_is_not_served(backend: TwoTowerBackend, soon: Deadl
         await backend.infer(EmbeddingsRequest({}, ["a"]), soon)
 
 
-async def test_a_closed_head_is_not_ready_and_leaves_the_encoder_open(
+async def test_a_closed_model_is_not_ready_and_leaves_the_encoder_open(
     tiny_store: ModelStore, embedder: MiniLmEmbedder, soon: Deadline
 ) -> None:
     backend = await TwoTowerBackend.load(tiny_store.folder("two-tower", "fp32"), embedder, name="reco", role=Role.LIGHT)
@@ -233,12 +300,12 @@ async def test_a_closed_head_is_not_ready_and_leaves_the_encoder_open(
     assert (await embedder.embed(["tent"], soon)).shape == (1, WIDTH)
 
 
-def test_a_head_needs_an_encoder_of_its_variant(tiny_store: ModelStore, tmp_path: Path) -> None:
+def test_a_recommender_needs_an_encoder_of_its_variant(tiny_store: ModelStore, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="needs an embedder of variant q8"):
         head.build(tiny_store.folder("minilm", "fp32"), tmp_path, "q8", no_progress)
 
 
-def test_the_built_head_is_verified(tiny_store: ModelStore) -> None:
+def test_the_built_graph_is_verified(tiny_store: ModelStore) -> None:
     checks = head.verify(tiny_store.folder("two-tower", "q8"), tiny_store.folder("minilm", "q8"))
     assert len(checks) == 3 and all(check.ok for check in checks)
 
@@ -260,3 +327,25 @@ async def test_the_real_model_recommends_what_fits(real_model: Callable[[str], P
         assert best.count(category) >= 3, best
     await backend.aclose()
     await embedder.aclose()
+
+
+@pytest.mark.models
+async def test_returning_users_are_served_three_times_as_often(
+    real_model: Callable[[str], Path], soon: Deadline
+) -> None:
+    """Against the same split model without a cache; the items are those of a catalogue, in new combinations."""
+    embedder = await MiniLmEmbedder.load(real_model("minilm"))
+    items = [item.text for item in sample_items()]
+    seconds = {}
+    for kept in (False, True):
+        keep = Keep(SubgraphCache(64 << 20, SystemClock(), lambda: 0.5)) if kept else None
+        backend = await TwoTowerBackend.load(real_model("two-tower"), embedder, name="reco", role=Role.LIGHT, keep=keep)
+        await scores(backend, soon, texts("user_history", items[:12]), texts("candidates", items[40:52]))
+        began = perf_counter()
+        for first in range(41, 44):
+            candidates = texts("candidates", items[first : first + 8])
+            await scores(backend, soon, texts("user_history", items[:12]), candidates)
+        seconds[kept] = perf_counter() - began
+        await backend.aclose()
+    await embedder.aclose()
+    assert seconds[False] >= 3 * seconds[True], seconds
