@@ -15,7 +15,6 @@ from backends.guarded import Guarded, GuardOptions
 from backends.http_transport import HttpOptions
 from backends.link.client import ModelLink
 from backends.oip_http import OipBackend
-from backends.onnx.cut_counts import CutCounts
 from backends.openai_http import OpenAIBackend
 from backends.slot import ModelPlace
 from cache.redis import RedisStore
@@ -77,7 +76,7 @@ class Built:
     embedder: EmbedderPlace | None
     remotes: dict[str, OpenAIBackend]
     tensors: SubgraphCache | None
-    cut_counts: CutCounts
+    models: ModelSlots | LinkedModels
 
     def families(self) -> list[Family]:
         """What remote backends count by themselves, and models that are split."""
@@ -88,7 +87,8 @@ class Built:
             Family(
                 "gateway_upstream_events_skipped", "Malformed stream lines.", "counter", ("backend",), "sum", skipped
             ),
-            *(subgraph_families(self.tensors, self.cut_counts) if self.tensors is not None else ()),
+            *(subgraph_families(self.tensors, self.models.cut_counts) if self.tensors is not None else ()),
+            *self.models.families(),
         ]
 
 
@@ -129,7 +129,7 @@ def build_backends(
         backends[name] = Guarded(
             Injector(inner), options, clock=clock, observer=observer, random=random.random, shared=shared
         )
-    return Built(backends, tuple(places), models.embedder, remotes, tensors, models.cut_counts)
+    return Built(backends, tuple(places), models.embedder, remotes, tensors, models)
 
 
 def _remote(name: str, spec: BackendSettings, clock: Clock) -> Backend:

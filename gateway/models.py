@@ -14,6 +14,8 @@ from backends.link.linked import LinkedEmbedder, LinkedModel
 from backends.onnx.cut_counts import CutCounts
 from backends.slot import Slot
 from gateway.config_sections import BackendSettings, Config, ModelSettings
+from gateway.observe.batches import batch_families
+from gateway.observe.metric_store import Family
 from gateway.shared_embedder import SharedEmbedder
 from policies.core.clock import Clock
 from policies.core.events import Observer
@@ -120,10 +122,15 @@ class ModelSlots:
         self._clock = clock
         self._observer = observer
         self.embedder: SharedEmbedder | None = None
-        name = embedder_name(config)
+        name = self._embedder_name = embedder_name(config)
         if name is not None:
             settings = partial(session_settings, config.models.get(name))
             self.embedder = SharedEmbedder(partial(checked_folder, config, name), settings)
+
+    def families(self) -> list[Family]:
+        """What the embedder's batcher has done."""
+        stats = self.embedder.stats() if self.embedder is not None else None
+        return [] if stats is None or self._embedder_name is None else batch_families(self._embedder_name, stats)
 
     def place(self, name: str, spec: BackendSettings) -> Slot:
         """An empty slot; `fill` loads it."""
@@ -171,6 +178,10 @@ class LinkedModels:
         self._link = link
         self._observer = observer
         self.embedder: LinkedEmbedder | None = link.embedder if embedder_name(config) is not None else None
+
+    def families(self) -> list[Family]:
+        """The host counts by itself."""
+        return []
 
     def place(self, name: str, spec: BackendSettings) -> LinkedModel:
         """The host's model; `not ready` until the host says so."""

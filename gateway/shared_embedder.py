@@ -21,6 +21,7 @@ from policies.core.deadline import Deadline
 from policies.core.errors import ModelNotReady
 
 if TYPE_CHECKING:
+    from backends.onnx.batch_stats import BatcherStats
     from backends.onnx.embedder import MiniLmEmbedder
     from backends.onnx.manifest import Manifest
     from backends.onnx.session import SessionSettings
@@ -105,6 +106,10 @@ class SharedEmbedder:
             return await encoder.embedder.unknown_share(text, deadline)
         finally:
             await encoder.left()
+
+    def stats(self) -> BatcherStats | None:
+        """Of the batcher of the encoder in force; None while there is none."""
+        return None if self._in_force is None else self._in_force.embedder.stats()
 
     async def aclose(self) -> None:
         """Models that were loaded with it give it back when they are closed."""

@@ -35,6 +35,7 @@ def model_host_life(start: Start, port: WorkerPort, clock: Clock) -> Life:
     tensors = subgraph_cache(config, clock, store)
     observers = Observers([MetricsObserver(metrics), LogObserver(clock)])
     models = ModelSlots(config, clock, observers, tensors, on_loop_s=ON_LOOP_S)
+    metrics.source(models.families)
     if tensors is not None:
         metrics.source(lambda: subgraph_families(tensors, models.cut_counts))
     slots = {name: models.place(name, spec) for name, spec in config.backends.items() if spec.kind in MODEL_KINDS}
