@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
+
 from gateway.control.hub import Payload, WorkerPort
 from gateway.observe.metric_store import Metrics
 from gateway.observe.ticks import tick
@@ -27,4 +29,5 @@ async def report(port: WorkerPort, clock: Clock, beat: Callable[[], Payload], me
 
 
 def publish_figures(port: WorkerPort, metrics: Metrics) -> None:
-    port.publish("metrics", {"families": metrics.plain()})
+    """Encoded here: the supervisor keeps what it may never have to read."""
+    port.publish("metrics", {"families": msgspec.msgpack.encode(metrics.families())})

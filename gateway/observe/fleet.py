@@ -27,7 +27,7 @@ class Fleet:
         self._ended: list[Family] = []
 
     def heard(self, process: str, families: Any) -> None:
-        """The figures of a process, as plain values."""
+        """The figures of a process: msgpack, or plain values."""
         self._latest[process] = families
 
     def known(self) -> Mapping[str, Any]:
@@ -50,5 +50,7 @@ class Fleet:
         return {ENDED: self._ended, **{process: _families(latest) for process, latest in self._latest.items()}}
 
 
-def _families(plain: Any) -> list[Family]:
-    return msgspec.convert(plain, list[Family])
+def _families(told: Any) -> list[Family]:
+    if isinstance(told, bytes):
+        return msgspec.msgpack.decode(told, type=list[Family])
+    return msgspec.convert(told, list[Family])
