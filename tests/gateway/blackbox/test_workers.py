@@ -183,11 +183,11 @@ async def test_a_thawed_worker_has_what_it_missed(serve, tmp_path):
 
 
 async def test_a_rolling_restart_drops_nothing(serve, up):
-    up.play(heavy=(SSE, Step(tokens=Tokens(count=200, every_s=0.03)), *END))
+    up.play(heavy=(SSE, Step(tokens=Tokens(count=100, every_s=0.03)), *END))
     gateway = await serve(workers=2, drain="20s")
     client = await gateway.ready()
     before = await pids(client)
-    async with client.streaming(HARD) as stream:
+    async with client.streaming(HARD, {"connection": "close"}) as stream:
         await stream.first_content()
         async with steady_load(gateway.url, clients=8) as load:
             await until(lambda: load.answered > 50, 10.0)
@@ -324,7 +324,9 @@ async def test_a_hang_up_takes_up_the_operator_s_file(serve, up, tmp_path):
         up.play(heavy="ok")
         gateway = await serve(workers=workers)
         client = await gateway.ready()
-        assert (await client.chat(f"{HARD} {workers}")).said("served-by") == "heavy"
+        # No connection stays open that the restart would wait for.
+        got = await client.chat(f"{HARD} {workers}", headers={"connection": "close"})
+        assert got.said("served-by") == "heavy"
         write_config(tmp_path, up.url, workers=workers, limits={"body_bytes": "300B"}, admin={"port": 1})
         gateway.signal(signal.SIGHUP)
         await until(lambda: gateway.events("rolling_restart_done"), 20.0)
@@ -360,8 +362,9 @@ async def test_an_end_in_the_middle_of_a_restart_drops_nothing(serve, up):
         up.play(heavy=(SSE, Step(tokens=Tokens(count=100, every_s=0.03)), *END))
         gateway = await serve(workers=workers, drain="20s")
         client = await gateway.ready()
-        assert (await client.chat(EASY)).status == 200
-        async with client.streaming(f"{HARD} {workers}") as stream:
+        # No connection stays open that the restart would wait for.
+        assert (await client.chat(EASY, headers={"connection": "close"})).status == 200
+        async with client.streaming(f"{HARD} {workers}", {"connection": "close"}) as stream:
             await stream.first_content()
             gateway.signal(signal.SIGHUP)
 
